@@ -1,4 +1,4 @@
-"""What a head is trained on is what it computes when it drafts."""
+"""Training computes the same hidden states of a head as drafting does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LENGTH, STEPS = 14, 4
 
 
 def drafted(head: Head, tokens: torch.Tensor, features: torch.Tensor, start: int) -> list[torch.Tensor]:
-    """Hidden states (width,) of a draft that starts at row ``start``, a row at a time over a cache."""
+    """Hidden states (width,) of a draft that starts at row ``start``, computed row by row over a cache."""
     cache = DynamicCache()
     found = []
     made = features[:, :1]
@@ -38,7 +38,7 @@ def test_each_step_of_each_row_is_what_a_draft_computes_there(name: str) -> None
     tokens = torch.arange(2 * LENGTH).reshape(2, LENGTH) * 3
     features = torch.randn(2, LENGTH, head.width, dtype=torch.float64)
     with torch.no_grad():
-        # The second text's rows begin in its middle, and go on behind its end.
+        # The second text's rows begin in its middle and run past its end.
         rows = torch.stack([torch.arange(LENGTH), torch.arange(5, LENGTH + 5)])
         steps = list(unrolled(head, tokens, features, rows, STEPS))
         for text, first in enumerate((0, 5)):

@@ -1,5 +1,5 @@
-"""A head with a draft vocabulary: what it says is within it, what the target says is the target's own, and a training
-run chooses it."""
+"""Heads with a draft vocabulary: their proposals stay within the vocabulary, the output stays the target's, and a
+training run chooses the vocabulary."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FEW = [0, 2, 3, 6, 7]
 
 
 def model_of_eight() -> LlamaForCausalLM:
-    """A tiny target over eight tokens."""
+    """A tiny target with a vocabulary of eight tokens."""
     torch.manual_seed(3)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, max_position_embeddings=64, **sizes))
@@ -52,7 +52,7 @@ def model_of_eight() -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def models() -> tuple[TransformersEngine, HeadEngine]:
-    """It, and a head that drafts five of its tokens and disagrees with it, but not everywhere."""
+    """``model_of_eight`` and a head that drafts among five of its tokens and disagrees with it in some places."""
     model = model_of_eight()
     target, head = TransformersEngine(model), randomised(Head.from_target(model))
     head.draft_among(torch.tensor(FEW))
@@ -60,7 +60,7 @@ def models() -> tuple[TransformersEngine, HeadEngine]:
 
 
 def few_of(folder: Path, target: Path, ids: torch.Tensor) -> Path:
-    """The head in ``folder``, with that draft vocabulary, written over it."""
+    """Give the head in ``folder`` the draft vocabulary ``ids``, in place."""
     head = Head.read(folder, parts_of_folder(target), torch.float32)
     head.draft_among(ids)
     head.write(folder)
@@ -138,7 +138,7 @@ def test_a_swap_within_an_answer_to_fewer_tokens_and_back_changes_no_token_of_it
     assert said(assistant, prompts[4:5]) == alone(pair, prompts[4:5])
     assert [size for size, last in zip(seen, [0, *seen], strict=False) if size != last] == [None, 2048, 1365, None]
     forward = pair.draft.cpu_forward
-    if forward is not None:  # and it computes what one that was loaded so does
+    if forward is not None:  # its forward computes what that of a freshly loaded head computes
         fresh = load_pair(settings_of(folder, whole, draft_quantize="int8" if int8 else "none"))
         found, right = (engine.sequence().extend([5, 9, 80], 2).clone() for engine in (pair.draft, fresh.draft))  # type: ignore[union-attr]
         torch.testing.assert_close(found, right)
@@ -211,7 +211,7 @@ def test_a_draft_vocabulary_that_is_none_is_refused_in_one_line(tmp_path: Path) 
 
 
 def answer(tokens: list[int], prompt: tuple[int, ...] = (1,)) -> Example:
-    """A greedy one."""
+    """A greedy answer."""
     output = np.array(tokens, np.int32)
     return Example(1, "", np.array(prompt, np.int32), output, SamplingParams(temperature=0.0), False, None)
 
@@ -219,7 +219,7 @@ def answer(tokens: list[int], prompt: tuple[int, ...] = (1,)) -> Example:
 def test_as_many_tokens_are_drafted_among_as_pay() -> None:
     vocab = 100_000
     reads = Reads(layer=20_000, row=10, target=2_000_000)
-    # Frequencies that fall with the rank, as those of words do: more tokens cover more, and less and less.
+    # Frequencies fall with the rank, as those of words do: each further token adds less coverage.
     rng = np.random.default_rng(0)
     shares = 1 / np.arange(1, vocab + 1) ** 1.3
     names = rng.permutation(vocab)
@@ -233,11 +233,11 @@ def test_as_many_tokens_are_drafted_among_as_pay() -> None:
     assert len(found) == size < vocab
     assert torch.equal(found, found.unique())
     assert {int(names[i]) for i in range(20)} <= set(found.tolist())
-    # A row that costs more is worth having for fewer tokens; where rows cost next to nothing all tokens stay.
+    # The dearer a row, the fewer tokens pay for theirs; where rows cost next to nothing, all tokens stay.
     dear, cheap = Reads(20_000, 100, 2_000_000), Reads(2_000_000, 1, 20_000_000)
     assert best_size(covered, dear, vocab, 4) <= size
     assert best_size(covered, cheap, vocab, 4) == vocab
-    # So they do on a target with few tokens, with nothing to choose by, and where the log says nothing of what comes.
+    # All tokens also stay with a small target vocabulary, an empty log, or a log that does not predict later answers.
     assert choose_vocabulary(spoken, 4096, dear, 4) is None
     assert choose_vocabulary([], vocab, dear, 4) is None
     apart = [answer(list(range(place, place + 50))) for place in range(50_000, 90_000, 100)]
@@ -250,7 +250,7 @@ def test_answers_count_more_than_prompts_and_those_before_what_nobody_said() -> 
 
 
 def wide_target(folder: Path, vocab: int) -> Path:
-    """The trainer's tiny target with so many tokens, of which it knows those that it says."""
+    """The trainer's tiny target with a vocabulary of ``vocab`` tokens; embeddings of the added tokens are zero."""
     small = target()
     config = type(small.config)(**{**small.config.to_dict(), "vocab_size": vocab})
     torch.manual_seed(0)
@@ -284,7 +284,8 @@ def test_a_training_run_chooses_one_and_the_gate_judges_with_it(tmp_path: Path) 
     gate = [e for e in examples(split(read_log(log, 1000), first=True).gate, 64, spool) if e.replayable]
     after = first.manifest.recent.mean_acceptance_length_after.mean
     assert mean_acceptance_length(replay_head(again, gate, 4), 4) == pytest.approx(after, rel=1e-5)
-    # The gate counts what lies outside as never accepted, and the rest as before or better.
+    # The gate counts tokens outside the draft vocabulary as never accepted, and the others as at least as likely as
+    # before.
     before = replay_head(again, gate, 4)
     again.draft_among(again.ids[again.ids >= 24])
     for example, one, other in zip(gate, before, replay_head(again, gate, 4), strict=True):
@@ -312,7 +313,7 @@ def test_it_is_chosen_again_at_the_next_run(tmp_path: Path) -> None:
 
 
 def test_passes_that_were_recorded_for_other_tokens_are_not_replayed() -> None:
-    """What is replayed on a device is recorded here, and run again."""
+    """Passes that a device would replay are recorded here, and run again."""
     model = model_of_eight()
     target = TransformersEngine(model)
     head = HeadEngine(randomised(Head.from_target(model)), target)

@@ -1,4 +1,4 @@
-"""Every example in a command's help is run as it stands, in a folder that has what it names."""
+"""Every example in a command's help runs unchanged, in a folder that holds everything the example names."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ EXAMPLES = [
     for line in command.help.splitlines()
     if line.strip().startswith("Example: ")
 ]
-# What trains or measures for a minute or more, or loads a pair in a process of its own; other tests run these commands
-# with options that take less.
+# Commands that train or measure for a minute or more, or load a pair in their own process; other tests run them with
+# options that take less time.
 LONG = (
     "adaptive demo", "adaptive bench", "adaptive calibrate", "adaptive distill", "adaptive serve", "adaptive learn",
     "adaptive draft-server",
 )  # fmt: skip
 CHATS = ("adaptive chat", "git diff | adaptive chat", "adaptive generate --prompts")
-# What goes on until it is stopped, and what it says when it is there.
+# Commands that run until they are stopped, and what they print once they serve.
 SERVERS = {"adaptive serve": "ready: ", "adaptive learn": "listening on ", "adaptive draft-server": "listening on "}
-# Exit statuses that are no failure: nothing is installed that could run.
+# Exit statuses that are not failures: no service is installed.
 STATUS = {"adaptive service status": (0, 1)}
-# What asks a server of somebody else's, of which there is none here: the example is right up to there.
+# The start of examples that need another server, which does not exist here: they must fail only at that point.
 ELSEWHERE = "adaptive publish"
-# Models that an example names, and what stands for them.
+# Models that examples name, and the bundled model that replaces each.
 MODELS = {
     "my-target": "target", "target": "target", "my-14b": "target", "DIR": "target",
     "my-draft": "draft", "my-0.5b": "draft", "draft": "draft",
@@ -60,10 +60,10 @@ CONVERSATIONS = [
     }
     for n in range(80)
 ]
-# Answers in the log: as many as a training run needs, and some more.
+# Answers in the log: somewhat more than a training run needs.
 ANSWERS = 80
 FRUIT = {"type": "object", "properties": {"name": {"enum": ["plum"]}}, "required": ["name"]}
-# Seconds for a server to be there on a busy machine.
+# Seconds until a server must be ready on a busy machine.
 START_S = 120
 
 
@@ -100,7 +100,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it as the current folder."""
+    """A copy of ``template`` as the current folder."""
     folder = tmp_path / "here"
     shutil.copytree(template, folder, symlinks=True)
     monkeypatch.chdir(folder)
@@ -137,14 +137,14 @@ def test_an_example_works_as_it_stands(
         for name in ("anna", "ben"):
             assert adaptive("generate", name, "--max-new-tokens", "4", "--state-dir", str(here / name))[0] == 0
             next((here / name).glob("*/records.db")).rename(here / name / "records.db")
-    if "--merged my-draft" in example:  # which is to be written there
+    if "--merged my-draft" in example:  # the example writes this file
         (here / "my-draft").unlink()
     if example == "adaptive service remove":
         assert adaptive("service", "install", "--no-start")[0] == 0
     command = " ".join(words[:2])
     if command in SERVERS:
         comes_up(example, SERVERS[command])
-    elif words[0] != "adaptive":  # a shell's line
+    elif words[0] != "adaptive":  # a shell command
         subprocess.run(["git", "init", "-q"], check=True)
         subprocess.run(["git", "add", "-N", "fruit.json"], check=True)
         done = subprocess.run(["bash", "-c", example], capture_output=True, text=True, check=False)
@@ -152,7 +152,7 @@ def test_an_example_works_as_it_stands(
         assert done.stdout.strip()
     else:
         if command == "adaptive chat" or example == "adaptive records purge --older-than 30d":
-            monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))  # a question, and a confirmation
+            monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))  # serves as a question and as a confirmation
         status, out, err = adaptive(*words[1:])
         if example.startswith(ELSEWHERE):
             assert (status, "does not answer" in err) == (2, True), err
@@ -164,7 +164,7 @@ def test_an_example_works_as_it_stands(
 
 
 def comes_up(example: str, said: str) -> None:
-    """A server starts, and ends when it is told to."""
+    """Check that a server starts, and ends on SIGTERM."""
     words = [*shlex.split(example), "--port", "0"]
     with Path("server.log").open("w") as log:
         server = subprocess.Popen(words, stdout=log, stderr=log)
@@ -175,7 +175,7 @@ def comes_up(example: str, said: str) -> None:
             assert time.monotonic() < deadline, Path("server.log").read_text()
             time.sleep(0.1)
         server.send_signal(signal.SIGTERM)
-        # One that has not begun to serve ends as any program does.
+        # A server that does not serve yet is ended by the signal itself.
         assert server.wait(START_S) in (0, -signal.SIGTERM)
     finally:
         server.kill()

@@ -1,4 +1,4 @@
-"""``adaptive history`` and ``adaptive records``, run as a person runs them."""
+"""``adaptive history`` and ``adaptive records``, run as a user runs them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ROUNDS = [r for g in SAID for r in g.rounds]
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal of eighty columns."""
+    """A terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
 
 
@@ -152,7 +152,7 @@ def test_the_html_report_needs_no_network(records: Path, adaptive: Command, tmp_
     )
     assert stat.S_IMODE(report.stat().st_mode) == 0o600
     status, _, err = adaptive("history", "--html", str(tmp_path / "nowhere" / "r.html"))
-    assert (status, len(err.strip().splitlines())) == (2, 2)  # the pair, and the error
+    assert (status, len(err.strip().splitlines())) == (2, 2)  # the line that names the pair, and the error
 
 
 def test_what_somebody_called_a_session_is_text_in_the_report(records: Path, adaptive: Command, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_purge_of_a_pair_that_nobody_named_says_which_it_is_and_asks(
     another = records.parent.parent / "other--pair-5678" / "records.db"
     with LogWriter(another) as writer:
         writer.write(SAID[0])
-    os.utime(another.parent, (1e9, 1e9))  # not the one used last
+    os.utime(another.parent, (1e9, 1e9))  # this log is not the one used last
     status, _, err = adaptive("records", "purge", "--all", "--yes")
     assert (status, "big--small-1234 is only the one used last" in err) == (2, True), err
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
@@ -223,7 +223,7 @@ def test_purge_of_a_pair_that_nobody_named_says_which_it_is_and_asks(
     assert (status, "12 of 12 generations of big--small-1234" in err) == (1, True)
     assert (Log(records).count(), Log(another).count()) == (12, 1)
     shutil.rmtree(another.parent)
-    assert adaptive("records", "purge", "--all", "--yes")[0] == 0  # it could be no other
+    assert adaptive("records", "purge", "--all", "--yes")[0] == 0  # the only log left, so no pair need be named
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_damaged_log_is_one_line_and_status_2(records: Path, adaptive: Command
         status, out, err = adaptive(*command)
         assert (status, out) == (2, "")
         assert "is damaged" in err.splitlines()[-1]
-    assert adaptive("records", "purge", "--all", "--yes")[0] == 0  # which is not to be read, only to be gone
+    assert adaptive("records", "purge", "--all", "--yes")[0] == 0  # the log cannot be read, only deleted
     assert "is empty" in adaptive("records", "stats")[1]
 
 

@@ -1,4 +1,5 @@
-"""History drafting: exact whatever it proposes, from what this owner said and nothing that was deleted."""
+"""History drafting: the output is exact whatever history proposes, and proposals come only from the same owner's
+records that are not deleted."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def caught_up(path: Path, vocab: int = 1 << 20) -> Archive:
 
 
 def proposed(archive: Archive, context: list[int], owner: str = "") -> list[int]:
-    """What a drafter of ``owner`` would propose."""
+    """The proposal of a history drafter of ``owner``."""
     history = History(archive).drafter(owner, 0.0)
     history.look(context)
     proposal = history.propose(context, 16)
@@ -84,7 +85,7 @@ def proposed(archive: Archive, context: list[int], owner: str = "") -> list[int]
 
 @pytest.fixture(scope="module")
 def alone(pair: Pair, prompts: list[str]) -> list[list[int]]:
-    """What the target says to each prompt, without any draft."""
+    """The target's output for each prompt, without any draft."""
     plain, stop = Assistant(pair, FixedLength(0), None), StopParams(max_new_tokens=TOKENS)
     return [[step.token for step in plain.chat([Message("user", prompt)], GREEDY, stop)] for prompt in prompts]
 
@@ -116,7 +117,7 @@ def test_greedy_output_equals_that_without_history(
 
 
 def test_an_answer_that_is_known_is_drafted_by_history_alone(pair: Pair, prompts: list[str], tmp_path: Path) -> None:
-    """Under a draft of no use the second time takes a fraction of the rounds; so does a target without any draft."""
+    """A second answer takes a fraction of the rounds of the first on a target without a draft."""
     alone = dataclasses.replace(pair, draft=None)
     with LogWriter(tmp_path / "records.db") as log:
         archive = Archive(tmp_path / "records.db", pair.target.vocab_size)
@@ -146,7 +147,7 @@ def test_history_of_one_session_looks_at_the_running_text_only(pair: Pair, promp
 
 
 class Liar:
-    """A source that proposes the same tokens always, likely or not."""
+    """A source that always proposes the same tokens after a context, likely or not."""
 
     def follow(self, context: list[int], grows: bool = False) -> Continuation:
         return Continuation([(context[-1] * 3 + place) % VOCAB for place in range(2)], [39, 39])
@@ -220,7 +221,7 @@ def test_a_chat_that_grows_is_held_once(tmp_path: Path) -> None:
             )
     archive = caught_up(path)
     assert 4000 <= archive.tokens <= 4000 + 10 * 32
-    for at in (399, 400, 401, 3000):  # also across two records
+    for at in (399, 400, 401, 3000):  # also across the border of two records
         assert proposed(archive, chat[at - 30 : at]) == chat[at : at + 16]
     archive.close()
 
@@ -253,7 +254,7 @@ def test_all_owners_together_take_no_more_memory_than_one_may(tmp_path: Path) ->
 
 
 def test_what_another_process_purges_is_proposed_by_nobody(tmp_path: Path) -> None:
-    """The archive is open, with its thread, as in a server; the purge is ``Log.purge`` of another process."""
+    """The archive and its thread are open, as in a server; another process purges with ``Log.purge``."""
     texts = {"secret": list(range(100, 200)), "other": list(range(500, 600))}
     path = log_of(tmp_path, texts)
     archive = Archive(path, 1 << 20)
@@ -316,7 +317,7 @@ def test_the_running_text_follows_whatever_comes() -> None:
 def test_what_is_accepted_is_believed_and_a_longer_match_is_no_worse() -> None:
     bins = Bins()
     for _ in range(300):
-        bins.observe([20, 20], 1)  # the second is never accepted: a half in all
+        bins.observe([20, 20], 1)  # the second token is never accepted, so half of all are
     assert bins.table[20] == pytest.approx(0.5, abs=0.03)
     assert bins.accepted[20] + bins.rejected[20] < 1 / (1 - KEEP) + 1
     for agreement in range(5):
@@ -337,7 +338,7 @@ def test_what_disappoints_in_some_bins_is_doubted_in_all() -> None:
 
 def test_only_what_was_judged_counts() -> None:
     bins = Bins()
-    bins.observe([1, 2, 3], 1)  # the third was never judged
+    bins.observe([1, 2, 3], 1)  # the third token was never judged
     assert (bins.accepted[1], bins.rejected[2]) == (1.0, 1.0)
     assert bins.accepted[3] == bins.rejected[3] == 0.0
 
@@ -388,7 +389,7 @@ def test_generate_names_who_drafted(history: str, tmp_path: Path, adaptive: Comm
     file.write_text(json.dumps({"prompt": "Say hello."}) + "\n")
     command = ("generate", "--prompts", str(file), "--json", "--history", history, "--draft-length", "4")
     drafters: list[dict[str, Any]] = []
-    # The log is read in the background: a short answer may be over before.
+    # The log is read in the background, and a short answer may end before that.
     while len(drafters) < 2 or (history == "auto" and HISTORY not in drafters[-1] and len(drafters) < 6):
         code, out, err = adaptive(*command, "--max-new-tokens", "60", "--state-dir", str(tmp_path / "state"))
         assert code == 0, err

@@ -1,5 +1,5 @@
-"""What is purged is proposed by nobody any more, whichever drafter would have: while an assistant runs, and in the
-middle of an answer."""
+"""Purged text is no longer proposed by any drafter, neither in later answers of a running assistant nor in the middle
+of one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from adaptive.settings import load_settings
 from adaptive.tokens import as_list
 from adaptive.types import SamplingParams, StopParams
 
-# By history alone; by history and the model behind it; by the model and history behind it.
+# Drafts by history alone; by history, then the model; by the model, then history.
 WAYS: dict[str, Callable[[], LengthPolicy]] = {
     "history": lambda: FixedLength(4),
     "history+model": lambda: Always(True, 2, 4),
@@ -66,7 +66,7 @@ def test_what_another_process_purges_is_proposed_no_more(
         return verify(self, target, fed, proposal)
 
     monkeypatch.setattr(Verifier, "verify", seen)
-    # The secret follows what stands in the text after the first token, and after that and what the model drafts.
+    # The secret follows a text that the answer contains: its first token, for "model+history" also the model's draft.
     prompt = np.random.default_rng(3).integers(10, 4000, 40).tolist()
     first = answer(Assistant(pair, FixedLength(2), None), prompt, 6)[0]
     drafted = proposed[0][1]
@@ -91,7 +91,7 @@ def test_what_another_process_purges_is_proposed_no_more(
         proposed.clear()
         answer(assistant, prompt, 8)
         assert leaked() == {way}
-        # In the middle of an answer: what was found before is over, what comes after is found no more.
+        # In the middle of an answer: earlier matches are dropped, and later lookups no longer find the secret.
         steps = assistant.answer(prompt, (), "", SamplingParams(), StopParams(40, ignore_eos=True), record=False)
         next(steps)
         subprocess.run([sys.executable, "-c", PURGE, str(path)], check=True, capture_output=True)
@@ -103,6 +103,6 @@ def test_what_another_process_purges_is_proposed_no_more(
         assert leaked() == set()
         answer(assistant, prompt, 8)
         assert leaked() == set()
-        assert archive.tokens == len(prompt) + 1  # what was not purged is still there
+        assert archive.tokens == len(prompt) + 1  # text that was not purged is still there
     finally:
         archive.close()

@@ -1,4 +1,4 @@
-"""A server drafts from what was said to it, keeps users apart, and forgets what another process purges."""
+"""A server drafts from its users' texts, keeps users apart, and forgets what another process purges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 import pytest
 from service_server import Server
 
-# By one process, which starts one server.
+# One xdist worker runs these tests, since it starts one server.
 pytestmark = pytest.mark.xdist_group("history_service")
 
 PROMPTS = ("Write a short story about a lighthouse.", "Explain how a bicycle stays upright.")
@@ -20,7 +20,7 @@ SHARED = "Write a letter to a friend about the sea."
 
 
 def rounds(http: httpx.Client, prompt: str, user: str | None = None) -> int:
-    """How many rounds an answer takes; history needs a fraction of them for one that it knows."""
+    """Number of rounds that an answer takes; with a match in history they are a fraction."""
     body: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 100, "temperature": 0}
     answer = http.post("/v1/chat/completions", json={**body, **({"user": user} if user else {})})
     assert answer.status_code == 200, answer.text
@@ -31,7 +31,7 @@ def rounds(http: httpx.Client, prompt: str, user: str | None = None) -> int:
 
 
 def known(http: httpx.Client, prompt: str, fresh: int, user: str | None = None) -> bool:
-    """Whether history knows the answer; written records come into the index within moments."""
+    """Whether history contains the answer; new records enter the index within moments."""
     for _ in range(20):
         if rounds(http, prompt, user) < 0.6 * fresh:
             return True
@@ -56,7 +56,7 @@ def test_what_is_purged_is_drafted_from_no_more(server: Server) -> None:
         purge = ["records", "purge", "--all", "--yes", "--state-dir", str(server.home)]
         subprocess.run([sys.executable, "-m", "cli.main", *purge], check=True, capture_output=True)
         again = rounds(http, PROMPTS[0])
-        # The very answer that was just given is known again a moment later, the other is not.
+        # The answer just given is in history again a moment later; the other one is not.
         assert rounds(http, PROMPTS[1]) > 0.6 * fresh[1]
         assert again > 0.6 * fresh[0]
         metrics = http.get("/metrics").text

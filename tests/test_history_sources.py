@@ -1,4 +1,4 @@
-"""Who drafts a round: history where it promises more tokens per second than the model brings there, and only there."""
+"""Which source drafts a round: history exactly where it promises more tokens per second than the model brings there."""
 
 from __future__ import annotations
 
@@ -75,8 +75,9 @@ def run(
     by_model: int,
     elsewhere: int | None = None,
 ) -> list[str]:
-    """Who drafted each of ``rounds``, where every look finds ``reach`` and so many tokens are accepted of each. With
-    ``elsewhere`` only every second look finds something, and of the model's tokens so many are accepted else."""
+    """Who drafted each of ``rounds``, where every lookup finds ``reach`` and ``by_history`` or ``by_model`` tokens are
+    accepted. With ``elsewhere`` only every second lookup finds something; in the other rounds ``elsewhere`` tokens of
+    the model are accepted."""
     policy.begin(Scope("s", 0.0))
     who: list[str] = []
     waiting = 0
@@ -104,7 +105,7 @@ def run(
             accepted = drafted = min(by_model if found or elsewhere is None else elsewhere, length)
             if length:
                 drafted = min(length, accepted + 1) if policy.attentive else length
-                for position in range(1, drafted + 1) if policy.attentive else ():  # sure of what is accepted
+                for position in range(1, drafted + 1) if policy.attentive else ():  # confident of accepted tokens only
                     policy.advise(position, 0.95 if position <= accepted else 0.4)
             draft_s = COSTS.start_s * (length > 0) + COSTS.draft_s * drafted + COSTS.catch_up_s * waiting * (length > 0)
             policy.observe(Round("model" if length else "none", drafted, accepted, draft_s, COSTS.verify_s[drafted]))
@@ -116,7 +117,7 @@ def run(
 
 
 def led(who: list[str]) -> int:
-    """Rounds that history began."""
+    """Number of rounds that history began."""
     return sum(name.startswith(HISTORY) for name in who)
 
 
@@ -126,7 +127,8 @@ def test_history_that_promises_more_than_the_model_brings_drafts_nearly_always()
 
 
 def test_a_new_draft_is_judged_also_where_history_finds_everything() -> None:
-    """In each of its first answers, and then no longer; what that loses is not held against later tries."""
+    """A new draft is judged in each of its first answers, then no longer; time lost by that does not count against
+    later tries."""
     policy = GoodputWithHistory(COSTS)
     run(policy, 400, [0.97**i for i in range(1, 9)], 6, 0)
     policy.swapped()
@@ -135,7 +137,7 @@ def test_a_new_draft_is_judged_also_where_history_finds_everything() -> None:
     assert all(ON_TRIAL_HERE <= n <= 2 * ON_TRIAL_HERE for n in asked[:10])
     assert sum(asked[:30]) >= ON_TRIAL
     assert sum(asked[30:]) < 0.02 * 40 * 10
-    assert policy.rival.owed < owed + 10.0  # of plain rounds; those on trial would be some hundred
+    assert policy.rival.owed < owed + 10.0  # in plain rounds; charging for the trial would add some hundred
 
 
 def test_rounds_on_trial_are_learned_from_together() -> None:
@@ -153,14 +155,14 @@ def test_rounds_on_trial_are_learned_from_together() -> None:
 
 
 def test_tries_in_historys_place_are_paid_for_when_they_are_made() -> None:
-    """Many rounds are planned before the first of them has been learned from."""
+    """Many rounds are planned before the policy learns from the first of them."""
     rival = Rival()
     made = sum(rival.due(0.5, 1.0, 4.0) for _ in range(200))
     assert made <= 4.0 / 0.5 + 200 * RIVAL_SHARE / 0.5
     for _ in range(made):
         rival.tried(-0.2, 0.5)
     assert rival.owed == 0.0
-    assert rival.due(0.5, 1.0, 4.0)  # of which too little is believed: it goes on being tried
+    assert rival.due(0.5, 1.0, 4.0)  # with too little evidence, tries continue
 
 
 def test_by_how_much_the_model_guesses_repeated_text_better_outlives_the_model() -> None:
@@ -177,15 +179,15 @@ def test_by_how_much_the_model_guesses_repeated_text_better_outlives_the_model()
 def test_a_model_that_is_useless_elsewhere_is_known_by_what_it_does_in_historys_place() -> None:
     rival = Rival()
     for number in range(200):
-        rival.observe(0.3, 1.0, -0.02 if number % 2 else 0.02, 1.0)  # estimates, of which some are below nothing
+        rival.observe(0.3, 1.0, -0.02 if number % 2 else 0.02, 1.0)  # estimates, some of them below zero
     for others in (-0.02, 0.0, 0.01):
         assert rival.usual(others, 1.0)[0] == pytest.approx(0.2, abs=0.11)
 
 
 @pytest.mark.parametrize(("by_model", "drafts"), [(0, False), (3, True)])
 def test_a_prompt_is_read_where_the_rest_of_the_answer_is_worth_it(by_model: int, drafts: bool) -> None:
-    """History finds one token in every round. Reading 300 tokens takes the draft what three plain rounds do, which no
-    single round is worth."""
+    """History finds one token in every round. Reading 300 tokens takes the draft as long as three plain rounds, which
+    no single round is worth."""
     policy = GoodputWithHistory(COSTS)
     who: list[str] = []
     for _ in range(12):
@@ -216,8 +218,8 @@ def test_a_prompt_is_read_where_the_rest_of_the_answer_is_worth_it(by_model: int
 
 
 def test_what_history_says_has_to_be_fed_to_the_draft() -> None:
-    """Every second round is history's, of nine tokens: those that the model has in between are charged for reading
-    them, unless the model drafted behind history and has read them there."""
+    """Every second round is history's, of nine tokens. The model's rounds in between are charged for reading these
+    tokens, unless the model drafted behind history and has read them there."""
     for reads, fed in ((False, 9), (True, 0)):
         saved = []
         for catch_up_s in (1e-5, 1e-3):
@@ -230,7 +232,7 @@ def test_what_history_says_has_to_be_fed_to_the_draft() -> None:
 
 
 def test_what_rounds_bring_is_said_of_all_of_them_whoever_drafts() -> None:
-    """History brings three tokens in every second round, for a tenth more time; the model none."""
+    """History brings three tokens in every second round for a tenth more time; the model brings none."""
     policy = GoodputWithHistory(COSTS)
     run(policy, 600, [0.9, 0.8, 0.7], 2, 0, 0)
     assert policy.expected_speed_up is not None
@@ -255,7 +257,7 @@ def test_costs_in_which_every_second_is_three_change_nothing_that_history_was_se
 
 
 def test_the_model_drafts_where_it_does_better_on_the_very_text_that_history_has_found() -> None:
-    """In general the model brings less than history promises; where history finds something it brings more."""
+    """In general the model brings less than history promises; ``better`` brings more where history finds something."""
     promised = [0.9, 0.8, 0.5]
     worse = run(GoodputWithHistory(COSTS), 800, promised, 2, 1, 1)
     better = run(GoodputWithHistory(COSTS), 800, promised, 2, 12, 1)
@@ -264,8 +266,8 @@ def test_the_model_drafts_where_it_does_better_on_the_very_text_that_history_has
 
 
 def test_a_draft_that_beats_plain_decoding_is_given_up_where_history_says_its_tokens_anyway() -> None:
-    """Where nothing is found the model's second token takes a third of a plain round; behind it history says a dozen
-    in less than two."""
+    """Where history finds nothing, the model's second token costs a third of a plain round; with history a dozen tokens
+    cost less than two plain rounds."""
     alone = run(GoodputWithHistory(COSTS), 300, [], 0, 1)
     assert alone[-100:].count("model") > 90
     beside = run(GoodputWithHistory(COSTS), 600, [0.99**i for i in range(1, 17)], 12, 1, 1)
@@ -274,8 +276,8 @@ def test_a_draft_that_beats_plain_decoding_is_given_up_where_history_says_its_to
 
 
 def test_history_verifies_no_more_than_is_worth_its_time_at_the_rate_that_it_reaches_itself() -> None:
-    """Six tokens of eight are accepted; each of the last two costs less than it brings at the rate of plain decoding,
-    and more than it brings at that of such rounds."""
+    """Six of eight tokens are accepted. Each of the last two costs less than it brings at the rate of plain decoding,
+    and more than it brings at the rate that these rounds reach."""
     dear = dataclasses.replace(COSTS, verify_s=tuple(0.01 + 0.004 * k for k in range(LONGEST + 1)))
     promised = [1.0] * 6 + [0.6, 0.55]
     policy, lengths = GoodputWithHistory(dear), []
@@ -289,7 +291,7 @@ def test_history_verifies_no_more_than_is_worth_its_time_at_the_rate_that_it_rea
 
 
 def test_answers_that_share_rounds_verify_no_more_of_history_than_is_worth_it_at_that_rate_either() -> None:
-    """As above, for two answers whose passes take as much longer with every token."""
+    """As above, for two answers whose joint passes get as much slower with each token."""
     dear = dataclasses.replace(COSTS, verify_s=tuple(0.01 + 0.002 * k for k in range(LONGEST + 1)))
     promised = [1.0] * 6 + [0.6, 0.55]
     policy, lengths = GoodputWithHistory(dear), []
@@ -305,8 +307,8 @@ def test_answers_that_share_rounds_verify_no_more_of_history_than_is_worth_it_at
 
 
 def looks(policy: GoodputWithHistory, rounds: int, reach: list[float], look_s: float, round_s: float) -> list[int]:
-    """In which of so many plain rounds it was looked for what may follow, where every look finds ``reach`` and takes
-    ``look_s``."""
+    """Indices of those of ``rounds`` plain rounds before which history was looked up, where every lookup finds
+    ``reach`` and takes ``look_s``."""
     found = []
     for number in range(rounds):
         policy.next_length(0, 0, 100)
@@ -422,7 +424,7 @@ def test_what_a_target_alone_has_learned_is_there_at_the_next_start(prompts: lis
 
 def test_what_matches_were_worth_is_there_in_the_next_session(tmp_path: Path) -> None:
     matches = Matches()
-    for _ in range(4 * ANEW_EVERY):  # so that all has just been computed anew, as it is when it is read
+    for _ in range(4 * ANEW_EVERY):  # so that everything was just recomputed when it is compared
         matches.of("records", 0.7).observe([20, 21, 22], 2)
     save(tmp_path / "controller.json", remembered(GoodputLength(COSTS), "cpu", "here", 7.0, None, matches))
     again = load(tmp_path / "controller.json", "cpu")

@@ -1,4 +1,4 @@
-"""A model of the hub is one commit from the start of a program to its end, also in the process that it trains in."""
+"""A model on the hub stays at one commit from the start of a program to its end, also in the training process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print(json.dumps([str(trained_draft(settings).folder), settings.model_dump(mode=
 
 
 class Hub(ThreadingHTTPServer):
-    """What ``huggingface_hub`` asks of a hub, over the bundled pair. ``commit`` is where ``main`` stands."""
+    """The endpoints that ``huggingface_hub`` uses, over the bundled pair. ``commit`` is the commit of ``main``."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
@@ -48,7 +48,7 @@ class Hub(ThreadingHTTPServer):
 
     @property
     def revisions(self) -> list[str]:
-        """Questions where a revision stands now."""
+        """Requests for the commit of a revision."""
         return [path for path in self.asked if "/revision/" in path or (path.count("/") == 4 and "/api/" in path)]
 
 
@@ -137,7 +137,7 @@ def test_a_revision_that_moves_changes_no_weights_until_the_next_start(hub: Hub,
     worker.stdin.flush()
     said = next(report for report in map(Report.of, worker.stdout) if report.stage in LAST)
     worker.communicate()
-    assert said.stage == "refused"  # there is nothing to learn from yet, which is found with the draft loaded
+    assert said.stage == "refused"  # no records yet, found once the draft is loaded
     assert "hub" not in said.message
     assert hub.asked == []
     assert Path(start()[0]).name == "b" * 40

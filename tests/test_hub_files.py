@@ -1,4 +1,4 @@
-"""What is fetched of a checkpoint on the hub is what transformers needs, and each weight once."""
+"""From a checkpoint on the hub only the files that transformers needs are fetched, and each weight once."""
 
 from __future__ import annotations
 

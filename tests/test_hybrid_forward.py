@@ -1,4 +1,4 @@
-"""Our own forward of models with recurrent layers computes what transformers computes, whatever was taken back."""
+"""Our own forward of models with recurrent layers computes what transformers computes, also after rollbacks."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_logits_equal_those_of_transformers(name: str, fused: bool) -> None:
 
 
 def test_a_wrong_state_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison above holds what is kept between passes, and not only the passes."""
+    """The comparison above covers the state kept between passes, not only single passes."""
     model = made()
     forward, tokens = own(model), text(20)
     cache = forward.cache()
@@ -146,8 +146,8 @@ def test_what_the_kernels_do_not_compute_keeps_transformers_forward() -> None:
 
 
 def test_any_order_of_passes_and_rollbacks_leaves_the_state_of_the_text(engine: TransformersEngine) -> None:
-    """Passes of one, some and many tokens, proposals, and going back by a little and by much; every logit is
-    compared with transformers' of the whole text."""
+    """Passes of one, some and many tokens, proposals, and short and long rollbacks; all logits are compared with
+    transformers' for the whole text."""
     dice, vocab = random.Random(11), SIZES["vocab_size"]
     sequence, held, reached = engine.sequence(), [], set()
     for _ in range(120):
@@ -178,7 +178,7 @@ def test_any_order_of_passes_and_rollbacks_leaves_the_state_of_the_text(engine: 
 
 
 def test_what_is_drafted_in_a_call_and_taken_back_was_never_there(engine: TransformersEngine) -> None:
-    """A draft goes back over single steps, again and again, and never to a checkpoint."""
+    """A draft rolls back over single steps again and again, and never to a checkpoint."""
     vocab = SIZES["vocab_size"]
     sequence, held = engine.sequence(), text(30).tolist()
     for turn in range(40):
@@ -278,22 +278,22 @@ def test_adapters_on_the_projections_are_followed() -> None:
 
 
 def test_a_rollback_moves_no_number(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is an assignment: the state of the tokens that stand is computed by the next pass."""
+    """A rollback is an assignment: the next pass computes the state of the tokens that remain."""
     sequence = engine.sequence()
     sequence.extend(text(20).tolist(), 1)
     sequence.extend(text(6).tolist(), 6)
     states = sequence.cache.states  # type: ignore[union-attr]
     assert isinstance(states, States)
     before = [part.clone() for part in (*states._states, states._inputs, states._chunks)]
-    monkeypatch.setattr(delta, "library", lambda: None)  # no kernel is to be asked
+    monkeypatch.setattr(delta, "library", lambda: None)  # no kernel may be called
     sequence.rollback(22)
     assert sequence.length == 22
     for part, was in zip((*states._states, states._inputs, states._chunks), before, strict=True):
-        assert torch.equal(part.view(torch.int32), was.view(torch.int32))  # what is not in use yet may be no number
+        assert torch.equal(part.view(torch.int32), was.view(torch.int32))  # as bits: unused places may be NaN
 
 
 def test_a_log_does_not_grow_without_end() -> None:
-    """Single steps that nobody rolls back: what a text remembers stays the same."""
+    """After many single steps without a rollback the memory of a sequence stays constant."""
     forward: CpuForward = own(made())
     cache, found = forward.cache(), []
     assert cache.states is not None
@@ -328,7 +328,7 @@ def test_a_head_on_a_hybrid_whose_last_layer_attends_is_our_own(engine: Transfor
 
 
 def test_proposals_for_several_texts_in_one_call_are_those_of_one_after_the_other(engine: TransformersEngine) -> None:
-    """With states that are taken back after each."""
+    """With states that are rolled back after each proposal."""
     dice, vocab = random.Random(3), SIZES["vocab_size"]
     together, alone = ([engine.sequence() for _ in range(4)] for _ in range(2))
     texts = [[dice.randrange(vocab) for _ in range(5 + 9 * number)] for number in range(4)]

@@ -1,4 +1,4 @@
-"""What a conversation with a hybrid takes is bounded but for its keys and values, and said."""
+"""Memory of a conversation with a hybrid model is bounded except for keys and values, and is reported."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def test_eight_thousand_tokens_take_no_more_states_than_two_thousand(ours: bool)
     assert late.states == early.states > 0
     assert late.checkpoints == early.checkpoints > 0
     assert late.features == 0
-    key = 2 * 2 * 16 * 4  # of a token: two heads of 16 numbers, keys and values
+    key = 2 * 2 * 16 * 4  # of a token: keys and values of two heads of 16 numbers
     assert 8000 * key <= late.keys <= 1.6 * 8000 * key
-    # Of a layer: its state, and what is stored of a token (the convolution's inputs, a key, changes and decays).
+    # Of a layer: its state, and the values kept for a token (the convolution's inputs, a key, changes and decays).
     state, row = 4 * 16 * 16 * 4, (2 * 2 * 16 + 4 * 16 + 2 * 16 + 4 * (16 + 1)) * 4
     assert late.checkpoints <= CHECKPOINTS * (state + 4 * row)
     assert late.states <= 2 * state + 2 * HELD * row

@@ -1,4 +1,4 @@
-"""Sampled output of a hybrid has the target's distribution, whatever is drafted and taken back."""
+"""Sampled output of a hybrid model has the target's distribution, whatever is drafted and rolled back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Models = tuple[TransformersEngine, TransformersEngine]
 
 
 def made(ours: bool) -> Models:
-    """Two tiny hybrids over eight tokens that disagree, but not everywhere."""
+    """Two tiny hybrids with a vocabulary of eight tokens that disagree in some places."""
     engines = []
     for seed in (3, 4):
         torch.manual_seed(seed)
@@ -72,7 +72,7 @@ def test_a_state_that_is_not_taken_back_fails_the_same_test(models: Models, monk
 
     def keeps(self: States, length: int) -> int:
         if self.length - length in (1, 2) and self._base is not None and self._base < length:
-            self._base -= self.length - length  # the last tokens stay in the state
+            self._base -= self.length - length  # leaves the rejected tokens in the state
             self.length, self._current = length, False
             return length
         return taken_back(self, length)

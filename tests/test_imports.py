@@ -1,4 +1,4 @@
-"""No file imports itself by way of others, and no package either, function-level imports included."""
+"""No file and no package imports itself through others, function-level imports included."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Graph = dict[str, set[str]]
 
 
 def import_graph(root: Path, packages: tuple[str, ...]) -> Graph:
-    """By module name, the modules of these packages that its file imports anywhere in it, for types too."""
+    """For each module of ``packages``, the modules of these packages that its file imports anywhere, also for types
+    only."""
     files = {_module(file, root): file for package in packages for file in (root / package).rglob("*.py")}
     return {name: set(_imported(file, files)) - {name} for name, file in files.items()}
 
@@ -29,7 +30,7 @@ def _imported(file: Path, known: dict[str, Path]) -> Iterator[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             assert node.level == 0, f"{file} imports relatively"
-            # A name may be a module of the package, or something in the package's own file.
+            # An imported name may be a module of the package or defined in the package's own file.
             inside = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [name if name in known else node.module for name in inside]
         else:
@@ -38,7 +39,7 @@ def _imported(file: Path, known: dict[str, Path]) -> Iterator[str]:
 
 
 def circle(graph: Graph) -> list[str]:
-    """One circle of the graph, its first member last again; empty where there is none."""
+    """One cycle of the graph, with its first member repeated at the end; empty if there is none."""
     done: set[str] = set()
 
     def visit(name: str, path: list[str]) -> list[str]:
@@ -57,7 +58,8 @@ def circle(graph: Graph) -> list[str]:
 
 
 def between_children(graph: Graph, package: str) -> Graph:
-    """The imports between what lies directly in ``package`` ("" for the top), each with all that is inside of it."""
+    """Imports between the direct children of ``package`` ("" for the top level), each including everything inside
+    it."""
     depth = len(package.split(".")) if package else 0
     inside = [name for name in graph if not package or name.startswith(f"{package}.")]
     children: Graph = {".".join(name.split(".")[: depth + 1]): set() for name in inside}
@@ -96,7 +98,7 @@ def test_a_circle_is_seen_also_where_functions_and_types_close_it(tmp_path: Path
     found = import_graph(tmp_path, ("made",))
     assert circle(found) == []
     assert circle(between_children(found, "made")) == []
-    # The packages then import each other, though no file is in a circle.
+    # With this import the packages import each other, though no file is in a cycle.
     (package / "two" / "c.py").write_text("def f():\n    import made.one.a\n")
     found = import_graph(tmp_path, ("made",))
     assert circle(found) == []

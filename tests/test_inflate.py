@@ -1,4 +1,4 @@
-"""An inflated model costs more and says the same."""
+"""An inflated model costs more and computes the same output."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Every message that says to install something is followed literally, in a fresh environment, and then what failed
+"""Every message that advises an installation is followed literally in a fresh environment, and then the failed command
 works.
 
-The environment is made as a newcomer's would be, from the sources by pip, on a machine without a C++ compiler; each
-test takes something away, runs a command that misses it, runs what the command's message says, and runs it again.
-Needs a package index, a C++ compiler and about twelve minutes.
+The environment is made as a new user would make it: from the sources by pip, on a machine without a C++ compiler. Each
+test removes something, runs a command that needs it, runs the command in the error message, and runs the first command
+again. Needs a package index, a C++ compiler and about twelve minutes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ pytestmark = [pytest.mark.long, pytest.mark.xdist_group("install advice")]
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("adaptive", "checkpoints", "cli", "trainers", "pyproject.toml", "setup.py", "README.md", "LICENSE")
-# Of a message, the command: from the path of Python or pip's name to the end, or to the remark behind it.
+# The command within a message: from Python's path or pip's name to the end or to a remark in brackets.
 COMMAND = re.compile(r"(\S*python\S* -m pip install .*?|\bpip install .*?)(?: \(|$)", re.MULTILINE)
 NO_COMPILER = {"CC": "/nowhere/cc", "CXX": "/nowhere/c++"}
 
 
 class Fresh:
-    """An environment of its own with ``adaptive`` from the sources, and a folder to work in."""
+    """A new environment with ``adaptive`` installed from the sources, and a folder to work in."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.env = folder, folder / "env"
@@ -42,7 +42,7 @@ class Fresh:
                 shutil.copytree(ROOT / name, source / name, ignore=leave)
             else:
                 shutil.copy(ROOT / name, source)
-        # The build of torch that these tests run on, so that no larger one is fetched.
+        # The same build of torch as runs these tests, so that pip does not fetch a larger one.
         constraints = folder / "constraints.txt"
         constraints.write_text(f"torch=={torch.__version__}\n")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
@@ -66,13 +66,13 @@ class Fresh:
         return done.stdout
 
     def fails(self, *command: str) -> str:
-        """The one line that a command ends with where it is a user's turn."""
+        """The line with which a command ends that fails with status 2."""
         done = self.try_to(*command)
         assert done.returncode == 2, done.stdout + done.stderr
         return done.stderr.strip().splitlines()[-1]
 
     def follow(self, message: str) -> None:
-        """Run the command in a message, as a shell would."""
+        """Run the command that a message contains, as a shell would."""
         found = COMMAND.search(message)
         assert found is not None, f"no command in: {message}"
         print("followed:", found[1])
@@ -117,13 +117,13 @@ def test_quantising_without_bitsandbytes_says_how_to_get_it(fresh: Fresh) -> Non
     [
         ("llguidance", (*GENERATE, "--regex", "[a-z]+")),
         ("torch", GENERATE),
-        ("peft", None),  # which only training needs
+        ("peft", None),  # only training needs it
     ],
 )
 def test_a_missing_package_is_one_line_that_brings_it(
     fresh: Fresh, package: str, command: Sequence[str] | None
 ) -> None:
-    """As the command says that misses it, and as doctor says."""
+    """Both as the failing command advises and as doctor advises."""
     if command is not None:
         fresh.remove(package)
         fresh.follow(fresh.fails(*command))
@@ -157,7 +157,7 @@ def test_writing_gguf_files_says_what_it_needs(fresh: Fresh) -> None:
 
 
 def test_running_gguf_files_says_what_it_needs(fresh: Fresh) -> None:
-    """The engine that is not there, and the one that does not load."""
+    """For an engine that is not installed and for one that does not load."""
     given = [*GENERATE, "--target", str(next((fresh.folder / "gguf").glob("*target*.gguf"))), "--draft", "none"]
     fresh.follow(fresh.fails(*given))
     fresh.run(*given)

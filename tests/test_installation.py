@@ -1,4 +1,4 @@
-"""The commands that messages recommend install this project, from wherever it came, into the environment in use."""
+"""The commands that messages recommend install this project, from whatever source, into the current environment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(*command: str) -> str:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment, in a folder with a space in its name, with this project from a wheel, without its kernels."""
+    """An environment in a folder with a space in its name, with this project installed from a wheel without kernels."""
     pytest.importorskip("setuptools", minversion="77", reason="pyproject.toml is built by setuptools 77 or later")
     folder = tmp_path_factory.mktemp("of its own")
     copy = folder / "source"

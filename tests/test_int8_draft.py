@@ -1,4 +1,4 @@
-"""An int8 draft guesses nearly what the draft guesses, follows its adapters, and changes no output."""
+"""An int8 draft guesses nearly the same tokens as the draft, follows its adapters, and does not change the output."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def draft(int8: bool) -> TransformersEngine:
 
 
 def logits(engine: TransformersEngine, tokens: list[int]) -> torch.Tensor:
-    """Of every position (n, vocab)."""
+    """Logits (n, vocab) at every position."""
     return engine.sequence().extend(torch.tensor(tokens), len(tokens))
 
 
@@ -58,7 +58,7 @@ def test_it_guesses_nearly_the_same(linear_layers: str) -> None:
         agree = logits(pair.draft, tokens).argmax(-1) == logits(exact, tokens).argmax(-1)
         same, total = same + int(agree.sum()), total + len(agree)
     assert total > 1500
-    # Where torch's layers have no instruction for int8 vectors they take inputs of 7 bits, whose sums do not overflow.
+    # Without an instruction for int8 vectors torch's layers round inputs to 7 bits, so that sums do not overflow.
     seven_bits = linear_layers == "torch's" and not has_vnni()
     assert same / total > (0.94 if seven_bits else 0.97)
 

@@ -1,4 +1,4 @@
-"""A pass over several sequences gives each of them what a pass of its own would."""
+"""A pass over several sequences gives each of them the logits of a pass of its own."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FUSED = [
     for name in CONFIGS
     if name.startswith(("llama", "mistral", "qwen3", "gemma3")) and "biases" not in name and "activation" not in name
 ] + VARIED
-# Tokens that several sequences hold at first, within a window and beyond it, and what is appended to each in turns.
+# Tokens that each sequence holds at first, within a window and beyond it, and tokens appended to each per turn.
 HELD = (0, 3, 40, 9)
 TURNS = ((5, 1, 3, 9), (1, 1, 1, 1), (2, 30, 1, 4), (0, 3, 0, 8))
 
 
 def pairs(engine: TransformersEngine) -> list[tuple[TransformersSequence, TransformersSequence]]:
-    """Sequences, some of which keep features, and twins that hold the same."""
+    """Sequences, some of which keep features, each with a twin of the same content."""
     found = []
     for number, held in enumerate(HELD):
         pair = engine.sequence(features=number % 2 == 0), engine.sequence(features=number % 2 == 0)
@@ -44,7 +44,8 @@ def pairs(engine: TransformersEngine) -> list[tuple[TransformersSequence, Transf
 def extended(
     engine: TransformersEngine, sequences: Sequence[TransformersSequence], counts: Sequence[int], salt: int
 ) -> tuple[list[list[int]], list[int], list[torch.Tensor]]:
-    """What was appended to sequences in one pass, the rows asked for, and their logits. Some get nothing."""
+    """The tokens appended to each sequence in one joint pass, the rows asked for, and their logits. Some sequences get
+    no tokens."""
     tokens = [text(1000 * salt + 50 * number + count)[:count].tolist() for number, count in enumerate(counts)]
     rows = [(count + number) % (count + 1) for number, count in enumerate(counts)]
     calls = [ExtendCall(*given) for given in zip(sequences, tokens, rows, strict=True) if given[1]]
@@ -53,7 +54,7 @@ def extended(
 
 
 def check(engine: TransformersEngine, tolerance: float) -> None:
-    """Several turns of joint passes, with rollbacks between them, against the same by lone passes."""
+    """Compare several turns of joint passes, with rollbacks between them, with separate passes."""
     both = pairs(engine)
     ours, alone = zip(*both, strict=True)
     for turn, counts in enumerate(TURNS):
@@ -76,7 +77,7 @@ def check(engine: TransformersEngine, tolerance: float) -> None:
 
 
 def same(found: torch.Tensor, right: torch.Tensor, tolerance: float) -> None:
-    """Bit for bit, or where a tolerance is given as near as that to the largest number."""
+    """Equal bit for bit, or with a tolerance within that share of the largest number."""
     if not tolerance:
         assert torch.equal(found, right)
         return
@@ -135,14 +136,14 @@ def test_on_transformers_own_forward_they_are_those_to_rounding(name: str, forwa
 @pytest.mark.parametrize("forward", ["own", "transformers"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3"])
 def test_float64_is_the_same_however_it_is_computed(name: str, forward: str) -> None:
-    """Our own forward by torch's operations makes no joint passes, and is asked in the same way."""
+    """Our own forward by torch's operations makes no joint passes, but takes the same calls."""
     engine = engine_of(made(name), forward)
     assert engine.joint == (forward == "transformers")
     check(engine, 1e-6 if name == "gemma2" else 1e-9)
 
 
 def test_a_model_that_cannot_is_found_out_and_passes_come_one_after_the_other() -> None:
-    """Bloom's attention takes positions from a mask, and asks for no attention function."""
+    """Bloom's attention takes positions from a mask and calls no attention function."""
     torch.manual_seed(5)
     config = BloomConfig(vocab_size=97, hidden_size=48, n_layer=2, n_head=4)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -160,7 +161,7 @@ def test_more_tokens_than_one_call_takes_are_several_calls(monkeypatch: pytest.M
         cpu_joint, "_pass", lambda f, parts, count, at: (sizes.append(count), once(f, parts, count, at))
     )
     engine = TransformersEngine(model_of("llama"))
-    counts = (9, MANY + 40, 100, 30, 5)  # the second has passes of its own
+    counts = (9, MANY + 40, 100, 30, 5)  # the second sequence gets passes of its own
     ours, alone = ([engine.sequence() for _ in counts] for _ in range(2))
     tokens, rows, found = extended(engine, ours, counts, 3)
     for number, sequence in enumerate(alone):
@@ -177,7 +178,7 @@ def test_caches_and_tables_that_grow_on_the_way() -> None:
     for sequences in (ours, alone):
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.extend(text(count).tolist(), 0)
-    tokens, rows, found = extended(engine, ours, (3, 9, 20), 5)  # past the first table of rotations, and past a buffer
+    tokens, rows, found = extended(engine, ours, (3, 9, 20), 5)  # beyond the first rotation table and beyond a buffer
     for number, sequence in enumerate(alone):
         assert torch.equal(found[number], sequence.extend(tokens[number], rows[number]))
 

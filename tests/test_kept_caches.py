@@ -1,4 +1,4 @@
-"""A server that was restarted goes on in a long conversation without reading it again."""
+"""A restarted server continues a long conversation without reading it again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from adaptive.kept import LEAST, KeptCaches
 from adaptive.pair import Pair, load_pair
 from adaptive.settings import load_settings
 
-# By one process, which starts one server after the other.
+# One xdist worker runs these tests, since they start one server after another.
 pytestmark = pytest.mark.xdist_group("kept_caches")
 
 TEXT = list(range(5, 305)) * 2
@@ -34,7 +34,7 @@ def conversations(pair: Pair, folder: Path, limit: int = 10**9) -> Conversations
 
 
 def read(kept: Conversations, tokens: list[int], private: bool = False) -> torch.Tensor:
-    """Logits behind tokens that a conversation has read, as far as it did not hold them."""
+    """Logits after ``tokens`` in a conversation, which reads those that it does not hold."""
     conversation = kept.take([*tokens, 3])
     conversation.private = private
     conversation.target.keep_prefix_of([*tokens, 3])
@@ -48,7 +48,7 @@ def read(kept: Conversations, tokens: list[int], private: bool = False) -> torch
 
 
 def held(kept: Conversations, tokens: list[int]) -> int:
-    """Tokens of a prompt that need not be read."""
+    """Number of tokens of a prompt that need not be read."""
     return kept.take(tokens).target.common(tokens)
 
 
@@ -105,7 +105,7 @@ def test_there_is_no_more_on_disk_than_may_be_and_nothing_private(pair: Pair, tm
     small.forget()
     assert not list(folder.glob("*.safetensors"))
     read(small, TEXT)
-    folder.rmdir()  # as a purge does it
+    folder.rmdir()  # as a purge does
     assert not small.keep()
     assert not list(folder.glob("*.safetensors"))
 

@@ -1,4 +1,4 @@
-"""Our own linear layers and attention against torch's, for every instruction set that this processor has."""
+"""Our own linear layers and attention equal torch's, with every instruction set of this processor."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def threads(request: pytest.FixtureRequest) -> object:
 
 
 def clear() -> None:
-    """Look again for what was built."""
+    """Forget which kernels were found, so that they are looked up again."""
     library.cache_clear()
     problem.cache_clear()
 
 
 def same(ours: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal to float64's result but for the rounding of long sums, which goes by the largest of them."""
+    """Equal to the float64 result but for the rounding of long sums, which is relative to the largest of them."""
     assert ours.dtype == torch.float32
     assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max() + 1e-30
 
@@ -67,7 +67,7 @@ def test_it_is_said_where_they_were_not_built(monkeypatch: pytest.MonkeyPatch, t
     try:
         pair = load_pair(settings)
         assert ("pip install" in " ".join(pair.warnings)) == bool(runnable())
-        # And decoding goes on with torch's.
+        # Decoding continues with torch's layers.
         assert isinstance(pair.target, TransformersEngine)
         assert pair.target.cpu_forward is None or not pair.target.cpu_forward.plan.lm_head.native
         assert pair.target.sequence().extend([5, 6, 7], 1).shape == (1, pair.target.vocab_size)
@@ -83,7 +83,7 @@ def test_linear_layers_equal_torch(shape: tuple[int, int], dtype: torch.dtype, i
     ours = NativeLinear(weight, bias)
     for rows in (1, 2, 3, 4, 5, 6, 7, 13, 40):
         x, out = torch.randn(rows, shape[1]), torch.randn(rows, shape[0])
-        # Numbers that bfloat16 holds: what is rounded is another test's.
+        # bfloat16 represents these inputs exactly; another test covers rounding.
         x = x.bfloat16().float()
         expected = x.double() @ weight.double().T + bias
         same(ours(x), expected)
@@ -98,13 +98,13 @@ def test_int8_linear_layers(shape: tuple[int, int], instructions: str, threads: 
     scales, bias = torch.rand(shape[0]) + 0.5, torch.randn(shape[0])
     ours = NativeLinear(weight, bias, scales)
     for rows in (1, 2, 3, 4, 5, 6, 7, 13, 40):
-        # Whole multiples of a row's step, so that nothing is rounded.
+        # Inputs are whole multiples of a row's step, so that nothing is rounded.
         steps = torch.randint(-127, 128, (rows, shape[1]))
         steps[:, 0] = 127
         factors = torch.rand(rows, 1, dtype=torch.float64) + 0.01
         expected = (steps * factors) @ (weight.double().T * scales) + bias
         same(ours((steps * factors).float()), expected)
-    # And rounded otherwise: as near as steps of 1/127 of the largest are.
+    # Other inputs are rounded to steps of 1/127 of the largest in a row.
     x = torch.randn(5, shape[1])
     exact = x.double() @ (weight.double().T * scales) + bias
     bound = 0.5 * x.abs().amax(1, keepdim=True) / 127 * (weight.double().abs().sum(1) * scales) + 1e-3
@@ -121,7 +121,7 @@ def test_prologues(width: int, instructions: str) -> None:
         x = torch.randn(rows, width)
         normed = x.double() / (x.double().square().sum(-1, keepdim=True) + 0.25).sqrt() * norm
         same(ours(x, prologue=Prologue.RMS_NORM, norm=norm, eps=0.25), normed @ weight.double().T)
-        # As large as it gets, too: beyond 87 the exponential leaves float32.
+        # Large inputs too: beyond 87 the exponential overflows float32.
         for factor in (1, 10, 100):
             x = factor * torch.randn(rows, 2 * width)
             gate, up = x.double().chunk(2, -1)
@@ -170,7 +170,7 @@ def reference(
     scale: float,
     heads: int,
 ) -> torch.Tensor:
-    """What ``Attention`` computes, head by head and query by query."""
+    """The result of ``Attention``, computed head by head and query by query."""
     _, key_heads, _, size = cache.shape
     parts = qkv.view(len(qkv), -1, size)
     pairs = torch.view_as_complex(parts.view(len(qkv), -1, size // 2, 2))
@@ -191,7 +191,8 @@ def reference(
 
 
 def plain(cache: torch.Tensor) -> torch.Tensor:
-    """A cache (2, key heads, capacity, size) whose keys lie in panels, as one in which they lie like the values."""
+    """A cache (2, key heads, capacity, size) whose keys lie in panels, converted to one whose keys lie like the
+    values."""
     found = kernels.library()
     assert found is not None
     _, key_heads, capacity, size = cache.shape
@@ -302,7 +303,7 @@ def test_what_is_cut_is_what_transformers_cuts(count: int, instructions: str) ->
             out = found.probabilities(logits, params, torch.empty_like(logits))
             assert (out.double().sum(-1) - 1).abs().max() < 1e-5
             for given, ours, theirs in zip(logits, out, expected, strict=True):
-                # Of those as likely as the last one either may stay, and rounding may let one more or less.
+                # Any of several tokens tied at the cut may stay, and rounding may keep a few more or fewer.
                 kept, wanted = ours > 1e-30, theirs > 1e-30
                 assert (given[kept != wanted] - given[wanted].min()).abs().le(1e-3).all()
                 more = abs(int(kept.sum()) - int(wanted.sum()))

@@ -1,4 +1,4 @@
-"""The compiled kernels are found wherever they are installed, and refused where they are of other sources."""
+"""Compiled kernels are found wherever they are installed, and refused if they were built from other sources."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ if found:
 
 
 def copy_of(folder: Path) -> Path:
-    """The package with its kernels, as an editable installation has it."""
+    """The package with its kernels, as in an editable installation."""
     shutil.copytree(ROOT / "adaptive", folder / "adaptive", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "pyproject.toml").touch()
     return folder
 
 
 def said(*path: Path) -> str:
-    """What the kernels are found to be, where packages are imported from there before those installed."""
+    """The reported state of the kernels, where packages in ``path`` take precedence over installed ones."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
     done = subprocess.run([sys.executable, "-c", SAY], env=env, cwd=path[0], capture_output=True, text=True, check=True)
     return done.stdout
 
 
 def test_an_odd_path_is_one_like_any_other(tmp_path: Path) -> None:
-    """The package lies under a name with spaces and more."""
+    """The package lies under a name with spaces and other special characters."""
     odd = tmp_path / "my env (2), ünd 'more'"
     copy_of(odd)
     assert said(odd) == f"problem: None\nlibrary: {runnable()[0]}\nsame: True\n"
@@ -50,7 +50,7 @@ def test_an_odd_path_is_one_like_any_other(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_kernels_of_other_sources_are_refused_and_what_rebuilds_them_is_said(tmp_path: Path) -> None:
-    """As after ``git pull`` in an editable installation: what is compiled does not know of it."""
+    """As after ``git pull`` in an editable installation, which leaves the old compiled kernels in place."""
     folder = copy_of(tmp_path / "checkout")
     assert said(folder).startswith("problem: None\n")
     with (folder / "adaptive" / "engines" / "cpu" / "native" / "decoder.h").open("a") as header:
@@ -76,7 +76,7 @@ def test_a_library_that_cannot_be_loaded_is_told_from_one_that_was_not_built(tmp
 
 @pytest.mark.parametrize("name", runnable())
 def test_a_library_exports_nothing_but_its_module(name: str) -> None:
-    """Other names could be taken for those of another library, or be replaced by them."""
+    """Other exported names could be confused with, or replaced by, those of another library."""
     file = built(name)
     if file is None:
         pytest.skip("was not built: the compiler does not know these instructions")

@@ -1,4 +1,4 @@
-"""kill -9 while the assistant generates: what was shown as done is in the log, and the next run works."""
+"""kill -9 while the assistant generates: every answer shown as done is in the log, and the next run works."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def generate(models: tuple[Path, Path], file: Path) -> list[str]:
 
 
 def kill_at_a_random_moment(command: list[str], out: Path, rng: random.Random) -> list[dict[str, object]]:
-    """Start the command, let it print at least one answer, kill it; the whole answers it had printed."""
+    """Start the command, let it print at least one answer, kill it. Returns the complete answers that it printed."""
     with out.open("wb") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=subprocess.DEVNULL, env=dict(os.environ))
         deadline = time.monotonic() + 120

@@ -1,4 +1,4 @@
-"""What a killed process leaves unfinished is gone after the next start, and nothing that was said survives a purge."""
+"""The next start removes the unfinished files of a killed process, and no recorded text survives a purge."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from adaptive.service.server import only_server
 from adaptive.settings import load_settings
 from adaptive.state import PairState, open_state
 
-# Writes where a training run stands, and is killed when the tensors are in the unfinished file.
+# Saves the state of a training run, and is killed when the tensors are in the unfinished file.
 SAVES = """
 import os, signal, sys
 from pathlib import Path
@@ -77,7 +77,7 @@ def test_a_purge_takes_what_was_set_aside_and_the_training_state(tmp_path: Path,
         file.write_bytes(b"what was said")
     status, out, _ = adaptive("records", "purge", "--session", "s1", "--yes")
     assert (status, "deleted with them: records.db.damaged" in out) == (0, True)
-    assert state.training.exists()  # which goes on with what is left
+    assert state.training.exists()  # the next run resumes with the remaining records
     assert not aside.exists()
     status, out, _ = adaptive("records", "purge", "--all", "--yes")
     assert (status, "training.safetensors" in out) == (0, True)

@@ -1,4 +1,4 @@
-"""Models with recurrent layers on llama.cpp: the same text as llama.cpp alone, whatever was taken back."""
+"""Models with recurrent layers on llama.cpp produce the text of llama.cpp alone, whatever is rolled back."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from adaptive.types import Message, SamplingParams, StopParams
 from cli.main import app
 
 TOKENS = 48
-# Logits that lie closer are a tie: passes over one and over several tokens round differently, and keys and values are
-# kept in 16 bits. The logits of these models have a standard deviation above 1.
+# Two logits closer than this are a tie: passes over one token and over several round differently, and keys and values
+# are kept in 16 bits. The logits of these models have a standard deviation above 1.
 TIE = 0.02
 KINDS = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 
 
 def save_hybrid(folder: Path, layers: int, **changes: Any) -> Path:
-    """A Qwen 3.5 checkpoint of random weights with the bundled tokenizer: the first of four layers. The first two do
-    most of it, so that two of them draft for four."""
+    """A Qwen 3.5 checkpoint with the bundled tokenizer: the first ``layers`` of four layers with random weights. The
+    first two contribute most of the output, so that two layers can draft for four."""
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
     sizes: dict[str, Any] = {
         "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
@@ -88,7 +88,7 @@ def target(pair: Pair) -> LlamaCppEngine:
 
 @pytest.fixture
 def fed(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Tokens that each file's passes were over, by the file's name."""
+    """Number of tokens fed to each file's model, by the file's name."""
     found: dict[str, int] = {}
     run = LlamaCppSequence._run
 
@@ -106,7 +106,7 @@ def near(got: torch.Tensor, right: torch.Tensor, tolerance: float = 3e-3) -> Non
 
 
 def same_but_for_ties(output: list[int], prompt: list[int], file: Path) -> None:
-    """The output is llama.cpp's own plain decoding up to its end, or to a place where two tokens are a tie."""
+    """The output is llama.cpp's own plain decoding up to its end, or up to a tie of two tokens."""
     alone, logits = decode_alone(file, prompt, len(output))
     for ours, theirs, row in zip(output, alone, logits, strict=True):
         if ours != theirs:
@@ -187,9 +187,9 @@ def test_greedy_output_equals_llama_cpp_alone(
         rounds = last.rounds
         drafted, accepted = drafted + sum(r.drafted for r in rounds), accepted + sum(r.accepted for r in rounds)
         rejections += sum(r.accepted < r.drafted for r in rounds)
-        if length <= SNAPSHOTS:  # taken back by snapshots: every token of the target is fed once
+        if length <= SNAPSHOTS:  # snapshots suffice for rollbacks, so each token is fed to the target once
             assert fed["target"] - before.get("target", 0) == len(read) + sum(1 + r.drafted for r in rounds)
-        # The draft feeds what was accepted once more behind its mark, and once all since its prompt's checkpoint.
+        # The draft is fed the accepted tokens behind its mark again, and once everything since its prompt's checkpoint.
         most = len(read) + sum(2 + r.drafted + r.accepted for r in rounds) + REMEMBER_BEFORE + MARK_EVERY
         assert fed["draft"] - before.get("draft", 0) <= most
     assert rejections > 5
@@ -204,7 +204,7 @@ def test_edited_and_regenerated_turns_go_on_from_a_checkpoint(
     first = Message("user", prompts[0] + " " + prompts[5])
     said = Message("assistant", ask(assistant, first).text)
     for chat, kept in (
-        ((first,), True),  # made anew
+        ((first,), True),  # regenerated
         ((first, said, Message("user", prompts[2])), True),
         ((first, said, Message("user", prompts[3])), True),  # an edited message
         ((first, Message("assistant", "No."), Message("user", prompts[3])), True),  # an edited answer
@@ -230,14 +230,15 @@ def test_edited_and_regenerated_turns_go_on_from_a_checkpoint(
 def test_rollback_leaves_what_never_having_seen_the_rest_would(
     target: LlamaCppEngine, moves: list[tuple[int, bool, int]], seed: int
 ) -> None:
-    """Passes over several tokens as prompts and as verifications, and single steps, each taken back in part or past."""
+    """Passes over several tokens, as prompts and as verifications, and single steps, each rolled back partly or
+    further."""
     generator = torch.Generator().manual_seed(seed)
     sequence, text = target.sequence(), [5, 6, 7]
     for appended, verifies, removed in moves:
         new = torch.randint(3, target.vocab_size, (appended,), generator=generator).tolist()
         fed = text[sequence.length :] + new
         text = text + new
-        if appended % 5 == 0:  # token by token, as a draft
+        if appended % 5 == 0:  # token by token, as a draft does
             for token in fed:
                 sequence.extend([token], 1)
             certain = 0
@@ -258,7 +259,7 @@ def test_rollback_leaves_what_never_having_seen_the_rest_would(
 def test_what_the_library_itself_takes_back_wrongly_would_be_seen(
     target: LlamaCppEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes back as many tokens as it has snapshots, also those of passes whose snapshots were written over."""
+    """The library rolls back as many tokens as it has snapshots, even to snapshots of passes that were overwritten."""
     tokens = [5 + 7 * n % 900 for n in range(40)]
 
     def taken_back() -> None:
@@ -289,11 +290,11 @@ def test_steps_are_marked_once_they_have_been_taken_back(target: LlamaCppEngine)
         text += [50, 51]
         sequence.rollback(len(text))
         held.append(sequence.length)
-    assert held == [30 - REMEMBER_BEFORE, 32, 34]  # the prompt's checkpoint, and then where the steps began
+    assert held == [30 - REMEMBER_BEFORE, 32, 34]  # the prompt's checkpoint, then where the steps of each turn began
 
 
 def test_a_pass_is_marked_once_one_has_been_taken_back_as_a_whole(target: LlamaCppEngine) -> None:
-    """As rounds are whose costs are measured."""
+    """As in rounds that measure costs."""
     sequence, text, held = target.sequence(), list(range(10, 50)), []
     sequence.extend(text, 1)
     for _ in range(3):
@@ -350,17 +351,17 @@ def test_an_adapter_predicts_as_peft_does(folder: Path, tmp_path: Path) -> None:
     with torch.inference_mode():
         plain = model(tokens[None]).logits[0].argmax(-1)
         learned = PeftModel.from_pretrained(model, str(adapter))(tokens[None]).logits[0]
-    for _ in drafting.swap_adapter(adapter):  # beside the weights
+    for _ in drafting.swap_adapter(adapter):  # applied beside the weights
         pass
     near(drafting.sequence().extend(tokens, len(tokens)), learned, 0.01)
-    drafting.apply_adapter(adapter)  # merged into them
+    drafting.apply_adapter(adapter)  # merged into the weights
     assert drafting.running is not drafting.llama
     near(drafting.sequence().extend(tokens, len(tokens)), learned, 0.01)
-    assert (plain == learned.argmax(-1)).float().mean() < 0.9  # else the adapter would prove nothing
+    assert (plain == learned.argmax(-1)).float().mean() < 0.9  # otherwise the adapter would prove nothing
 
 
 def write_mamba(file: Path) -> Path:
-    """A model of recurrent layers alone, of random weights and without a tokenizer."""
+    """A model of recurrent layers alone, with random weights and without a tokenizer."""
     import gguf
 
     width, inner, states, rank, kernel, vocab = 64, 128, 8, 4, 4, 300

@@ -1,4 +1,4 @@
-"""An adapter merged into the weights of a GGUF file, while the file is in use."""
+"""An adapter is merged into the weights of a GGUF file while the file is in use."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def adapters(folder: Path) -> list[Path]:
 
 @pytest.fixture
 def busy() -> Iterator[None]:
-    """Some model is at work all the time."""
+    """Some model runs all the time."""
     PASSES.last = math.inf
     yield
     PASSES.last = -math.inf
 
 
 def beside(draft: LlamaCppEngine, adapter: Path | None) -> None:
-    """Use the adapter as llama.cpp does, with nothing merged."""
+    """Apply the adapter as llama.cpp does, with nothing merged."""
     for _ in draft.swap_adapter(adapter):
         pass
     draft.merging.give_up()
@@ -73,7 +73,7 @@ def test_merged_weights_predict_as_the_adapter_beside_them(
     found = logits(draft)
     assert (found.argmax(-1) == expected.argmax(-1)).float().mean() >= same
     assert (found - expected).abs().mean() < apart
-    assert (pristine.argmax(-1) == expected.argmax(-1)).float().mean() < 0.9  # else it would prove nothing
+    assert (pristine.argmax(-1) == expected.argmax(-1)).float().mean() < 0.9  # else the adapter proves nothing
     draft.apply_adapter(None)
     assert torch.equal(logits(draft), pristine)
 
@@ -100,10 +100,10 @@ def test_nothing_is_merged_while_a_model_is_at_work(
 ) -> None:
     caplog.set_level(logging.INFO, "adaptive.engines")
     draft = engine(write_bundled("draft", folder, "f32"))
-    for adapter in adapters:  # the second one comes before the first is merged
+    for adapter in adapters:  # the second one is applied before the first is merged
         for _ in draft.swap_adapter(adapter):
             pass
-    time.sleep(1.0)  # three times what it waits, and many times what merging takes
+    time.sleep(1.0)  # three times the delay before a merge, and many times what merging takes
     assert draft.running is draft.llama
     PASSES.last = -math.inf
     draft.merging.wait()

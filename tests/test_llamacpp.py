@@ -1,4 +1,4 @@
-"""The llama.cpp engine: the same text as llama.cpp alone, whatever is drafted."""
+"""The llama.cpp engine produces the text of llama.cpp alone, whatever is drafted."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_greedy_output_equals_llama_cpp_alone(pair: Pair, prompts: list[str], le
 
 @pytest.mark.parametrize("way", ["history", "history+model", "model+history"])
 def test_greedy_output_equals_llama_cpp_alone_with_history(pair: Pair, prompts: list[str], way: str) -> None:
-    """Every second prompt is one that was just answered, of which history knows the text of the conversation."""
+    """Every second prompt was just answered, so that history holds the text of its conversation."""
     policy = FixedLength(8) if way == "history" else Always(way == "history+model")
     assistant = Assistant(pair, policy, None, history=History(None))
     drafters: set[str] = set()
@@ -109,14 +109,15 @@ def test_a_draft_of_its_own_weights_is_always_accepted(target: LlamaCppEngine, p
 
 
 def test_sampled_output_does_not_depend_on_where_the_cache_was_rolled_back(pair: Pair, prompts: list[str]) -> None:
-    """llama.cpp keeps keys and values in 16 bits, so that a prompt's other passes change probabilities a little: of 24
-    answers of 60 tokens 2 then had another token somewhere. What comes of a wrong cache has one every time."""
+    """llama.cpp keeps keys and values in 16 bits, so that reading a prompt in other passes changes probabilities
+    slightly: in a trial 2 of 24 answers of 60 tokens then differed somewhere. With a wrong cache every answer
+    differs."""
     assistant = Assistant(pair, FixedLength(4), None)
     same = 0
     for seed in range(8):
         sampling = SamplingParams(temperature=0.8, top_p=0.95, seed=seed)
         outputs = []
-        for _ in range(2):  # the second finds the prompt in its cache
+        for _ in range(2):  # the second run finds the prompt in its cache
             for _ in assistant.chat((Message("user", prompts[3]),), sampling, StopParams(40, ignore_eos=True)):
                 pass
             assert assistant.last is not None
@@ -174,7 +175,7 @@ def test_logits_outlive_the_sequence_that_they_came_from(draft: LlamaCppEngine) 
     context = weakref.ref(sequence._context)
     del sequence
     gc.collect()
-    others = [draft.sequence().extend(torch.tensor([8, 9]), 2) for _ in range(5)]  # would take memory given back
+    others = [draft.sequence().extend(torch.tensor([8, 9]), 2) for _ in range(5)]  # would reuse freed memory
     assert torch.equal(first, kept)
     assert len(others) == 5
     del first, others
@@ -187,7 +188,7 @@ def test_a_pass_that_was_interrupted_is_forgotten(draft: LlamaCppEngine) -> None
     tokens = torch.arange(10, 30)
     sequence.extend(tokens, 0)
     sequence.extend(torch.tensor([40, 41]), 1)
-    sequence.length = 20  # as an exception between the library's work and ours leaves it
+    sequence.length = 20  # as an exception between the library's call and our bookkeeping leaves it
     fresh.extend(tokens, 0)
     probe = torch.tensor([50, 51])
     torch.testing.assert_close(sequence.extend(probe, 2), fresh.extend(probe, 2), atol=1e-3, rtol=0)
@@ -199,7 +200,7 @@ def test_a_sequence_that_found_no_memory_to_grow_begins_anew(
     sequence, fresh = draft.sequence(), draft.sequence()
     sequence.extend(torch.arange(10, 30), 0)
 
-    def refuse(model: object, capacity: int) -> None:  # as where memory is short
+    def refuse(model: object, capacity: int) -> None:  # as if memory were short
         raise AdaptiveError("no memory")
 
     with monkeypatch.context() as short:
@@ -222,12 +223,12 @@ def test_an_adapter_predicts_as_peft_does(folder: Path, prompts: list[str], tmp_
     sequence = drafting.sequence()
     before = sequence.extend(tokens, len(tokens)).argmax(-1)
     drafting.apply_adapter(adapter)
-    sequence.rollback(0)  # the sequence that was there takes the adapter too
+    sequence.rollback(0)  # the existing sequence uses the adapter too
     after = sequence.extend(tokens, len(tokens)).argmax(-1)
     with torch.inference_mode():
         expected = PeftModel.from_pretrained(plain, str(adapter))(tokens[None]).logits[0].argmax(-1)
     assert (after == expected).float().mean() >= 0.98
-    assert (before == expected).float().mean() < 0.9  # else the adapter would prove nothing
+    assert (before == expected).float().mean() < 0.9  # otherwise the adapter would prove nothing
     drafting.apply_adapter(None)
     sequence.rollback(0)
     assert torch.equal(sequence.extend(tokens, len(tokens)).argmax(-1), before)
@@ -249,7 +250,7 @@ def test_llama_cpp_itself_reads_the_adapter_file(
     torch.testing.assert_close(ours[0], theirs[0], atol=2e-3, rtol=0)
 
 
-# In a process of its own, in which no other model comes or goes meanwhile.
+# Runs in a process of its own, so that no other model is loaded or freed meanwhile.
 BYTES_WANTED_HUGE = """
 import sys
 from pathlib import Path

@@ -22,7 +22,7 @@ VOCAB, ROWS = 23, 7
 
 
 def made(k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draft logits, target logits, and what the log would keep of the latter."""
+    """Draft logits, target logits, and the part of the latter that the log would keep."""
     generator = torch.Generator().manual_seed(seed)
     draft = torch.randn(ROWS, VOCAB, generator=generator) * 2
     target = torch.randn(ROWS, VOCAB, generator=generator) * 2
@@ -32,7 +32,7 @@ def made(k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def reference(name: str, draft: torch.Tensor, target: torch.Tensor, temperature: float) -> list[float]:
-    """Straight from the definitions, one row and one token at a time."""
+    """The loss straight from its definition, one row and one token at a time."""
     rows = []
     overlaps = []
     for q_row, p_row in zip(
@@ -92,7 +92,7 @@ def test_gradients_agree_with_finite_differences(name: str, k: int) -> None:
     draft, _, ids, logprobs, rest = made(k)
     temperature = torch.linspace(0.6, 1.4, ROWS)
     draft.requires_grad_()
-    # Through kl-tv's weight no gradient flows: difference it with the weight held, as the parts.
+    # No gradient flows through kl-tv's weight: take differences with the weight fixed, as the sum of its parts.
     if name == "kl-tv":
         overlap = 1 - total_variation(*outcomes(draft, ids, logprobs, rest, temperature)).detach().mean()
         weight = torch.exp(-3 * overlap)
@@ -156,7 +156,7 @@ def test_the_tail_at_another_temperature_lies_between_its_bounds(temperature: fl
     exact = (target / temperature).log_softmax(-1).topk(5, dim=-1).values
     torch.testing.assert_close(log_p.logsumexp(-1), torch.zeros(ROWS), atol=1e-5, rtol=0)
     torch.testing.assert_close(log_p[:, :5] - log_p[:, :1], exact - exact[:, :1], atol=1e-4, rtol=1e-4)
-    # Off by less than the mass of the tail itself.
+    # The error is less than the mass of the tail itself.
     tail = 1 - exact.exp().sum(-1)
     assert ((log_p[:, -1].exp() - tail).abs() < tail).all()
 

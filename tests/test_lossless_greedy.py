@@ -15,13 +15,13 @@ from adaptive.settings import load_settings
 from adaptive.types import Message, SamplingParams, StopParams
 
 GREEDY = SamplingParams(temperature=0.0)
-# Of an answer by the bundled pair, which was trained, and by the others, whose weights know no beginning and no end.
+# Tokens of an answer by the bundled pair, which was trained, and by pairs of random weights.
 TOKENS, RANDOM_TOKENS = 200, 80
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests of one pair by one process, which asks transformers once; marks of a fixture's own parameters do not say
-    so to pytest-xdist."""
+    """Run the tests of one pair in one xdist worker, so that transformers generates only once. pytest-xdist does not
+    see marks on a fixture's own parameters."""
     if "pair" in metafunc.fixturenames:
         names = ("bundled", "gpt_neox", "qwen2")
         together = [pytest.param(name, marks=pytest.mark.xdist_group(f"greedy-{name}")) for name in names]
@@ -40,7 +40,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def expected(pair: Pair, prompts: list[str]) -> list[list[int]]:
-    """What transformers' own ``generate`` of the target alone says to each prompt, to all of them together."""
+    """Answers by transformers' own ``generate`` of the target alone to all prompts, in one batch."""
     from transformers import AutoModelForCausalLM
 
     target, _ = _folders(pair)
@@ -82,13 +82,13 @@ def test_greedy_output_equals_target_alone(
             accepted += assistant.last.accepted
     finally:
         assistant.use_adapter(None, None)
-    # Random weights on random weights leave nothing of what the draft has from its target.
+    # A random adapter on random weights removes what the draft has in common with its target.
     if not adapter or _folders(pair)[1] == BUNDLED / "draft":
         assert accepted > 0, "nothing was ever accepted: this would not test acceptance at all"
 
 
 def test_adapter_really_changes_what_is_drafted(pair: Pair, prompts: list[str], tmp_path: Path) -> None:
-    """Otherwise the test above would hold an adapter that does nothing."""
+    """Otherwise the test above might use an adapter without effect."""
     assistant = Assistant(pair, FixedLength(4), None)
     assert pair.draft is not None
     ids = torch.tensor(encode_chat(pair, [Message("user", prompts[0])]))

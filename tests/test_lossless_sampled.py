@@ -1,6 +1,6 @@
 """Sampled output has the target's distribution: the acceptance rule alone, and the whole loop.
 
-A rule that is broken on purpose fails the very same test, so the test can fail.
+A deliberately broken rule fails the same test, so the test can fail.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ IDS = ["t0.7", "t1.3", "t0.7-top_p", "t1.3-top_p", "top_k-min_p-penalties"]
 
 
 def p_value(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float]) -> float:
-    """Chi-square of observed counts against exact probabilities; outcomes expected under 5 times are pooled."""
+    """p-value of a chi-square test of observed counts against exact probabilities; outcomes expected under 5 times are
+    pooled."""
     total = sum(counts.values())
     assert all(exact.get(outcome, 0.0) > 0 for outcome in counts), "an impossible outcome came up"
     common = [outcome for outcome, p in exact.items() if p * total >= 5]
@@ -71,7 +72,7 @@ def p_value(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float
 
 @pytest.fixture(scope="module")
 def models() -> tuple[TransformersEngine, TransformersEngine]:
-    """Two tiny models over eight tokens that disagree, but not everywhere; large enough for the kernels' one call."""
+    """Two tiny models over eight tokens that disagree in some places; large enough for the kernels' one-call path."""
     engines = []
     for seed in (3, 4):
         torch.manual_seed(seed)
@@ -108,8 +109,8 @@ def exact_distribution(target: Engine, params: SamplingParams) -> dict[tuple[int
 
 
 class Certain:
-    """A drafter without chance: after every token the same others, whatever the target makes of them. ``probs`` is what
-    it says of their distributions."""
+    """A deterministic drafter: its tokens depend only on the last committed one. ``probs`` are the distributions that
+    it reports for them."""
 
     name = "certain"
 
@@ -141,8 +142,8 @@ def run_loop(
     certain: Certain | None = None,
     seeded: bool = False,
 ) -> Counter[tuple[int, ...]]:
-    """The first three of four tokens of ``runs`` generations by the whole loop (so that two are drafted at once), where
-    they are ``seeded`` each under a seed of its own."""
+    """The first three of four tokens of ``runs`` generations by the whole loop (so that two are drafted at once). With
+    ``seeded`` each generation has its own seed."""
     target, draft = models
     one, other = sequences(target, draft)
     assert other is not None
@@ -220,7 +221,7 @@ def test_tokens_proposed_without_chance_and_verified_as_drawn_fail_the_same_test
 
 
 def always_accept(p: torch.Tensor, drafted: list[int], q: Distributions, uniform: Uniform) -> Verdict:
-    """Broken: keeps whatever was drafted."""
+    """Broken: keeps every drafted token."""
     extra = pick(p[-1].numpy(), uniform.next())
     assert extra is not None
     return Verdict(len(drafted), [*drafted, extra], p.new_zeros(len(drafted) + 1))
@@ -237,7 +238,7 @@ def resample_from_p(p: torch.Tensor, drafted: list[int], q: Distributions, unifo
 
 
 def in_one_call(p: torch.Tensor, drafted: torch.Tensor, q: torch.Tensor, uniform: Uniform) -> Verdict:
-    """The rule as the loop comes to it, from logits."""
+    """The rule as the loop calls it, from logits."""
     return verify_logits(p.log(), Transform(SamplingParams(temperature=1.0)), drafted, q, uniform, 0)
 
 
@@ -255,7 +256,7 @@ def test_a_broken_acceptance_rule_fails_the_same_test(
         return broken(transform(logits), drafted, [] if q is None else q, uniform)
 
     monkeypatch.setattr(verifier, "verify_logits", instead)
-    monkeypatch.setattr(TransformersSequence, "fused", None)  # which would not come there
+    monkeypatch.setattr(TransformersSequence, "fused", None)  # it would bypass the broken rule
     params = SamplingParams(temperature=1.3)
     assert p_value(run_loop(models, params, length=2), exact_distribution(models[0], params)) < 0.001
 
@@ -299,7 +300,7 @@ def test_a_million_draws_of_the_acceptance_rule_follow_the_target(
 @pytest.mark.parametrize("rule", [verify_sampled, verify_on_device, in_one_call], ids=["host", "device", "call"])
 def test_where_nothing_is_left_of_p_minus_q_the_draw_is_from_p(rule: Callable[..., Verdict]) -> None:
     uniform = Uniform(torch.Generator().manual_seed(4))
-    p, q = torch.tensor([[0.5, 0.5, 0.0]] * 2), torch.tensor([[1.0, 0.5, 0.0]])  # as rounding leaves them, in large
+    p, q = torch.tensor([[0.5, 0.5, 0.0]] * 2), torch.tensor([[1.0, 0.5, 0.0]])  # as by rounding, exaggerated
     verdicts = [rule(p, torch.tensor([0]), q, uniform) for _ in range(400)]
     drawn = Counter(verdict.tokens[0] for verdict in verdicts if not verdict.accepted)
     assert drawn[0] + drawn[1] == sum(drawn.values()) > 100
@@ -316,10 +317,10 @@ def test_chosen_is_the_log_probability_under_the_drawn_distribution(rule: Callab
 
 
 def test_a_large_vocabulary_is_drawn_from_as_a_small_one_is() -> None:
-    """By blocks, the token at a share of the mass is the one that adding up token by token finds."""
+    """Drawing by blocks finds the same token at a share of the mass as adding up token by token."""
     rng = np.random.default_rng(3)
     probs = rng.random(5 * LARGE + 77).astype(np.float32) ** 20
-    probs[rng.random(len(probs)) < 0.5] = 0  # as top-k leaves them
+    probs[rng.random(len(probs)) < 0.5] = 0  # as after top-k
     probs[3 * BLOCK : 6 * BLOCK] = probs[-BLOCK:] = 0
     mass = probs.cumsum(dtype=np.float64)
     for share in [0.0, MOST, *rng.random(2000)]:

@@ -1,4 +1,4 @@
-"""What else uses the machine is seen, by processes that really spin."""
+"""Other load on the machine is seen, tested with processes that really spin."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_what_other_programs_take_is_seen() -> None:
 
 
 def test_own_threads_are_never_others() -> None:
-    """Whatever else runs: what both take is no more than there is."""
+    """Whatever else runs, our load and the others' together do not exceed the number of cores."""
     stop = threading.Event()
 
     def spin() -> None:
@@ -99,7 +99,7 @@ def test_a_load_is_believed_when_it_is_seen_twice_and_forgotten_when_it_is_over(
     assert seen(0.2, 0.5) == (True, False)
     assert seen(0.2, 1.0) == (True, True)
     assert seen(CALM_S / 2, 0.0) == (True, True)
-    assert seen(0.05, 1.0) == (True, True)  # too soon to read anything, and not lost
+    assert seen(0.05, 1.0) == (True, True)  # too soon for a reading, but the time is not lost
     assert seen(0.1, 1.0) == (True, True)
     assert seen(0.6 * CALM_S, 0.0) == (True, True)
     assert seen(0.6 * CALM_S, 0.5) == (True, False)  # no longer crowded, but busy
@@ -112,10 +112,10 @@ def test_a_long_pause_says_nothing_of_what_comes_after_it() -> None:
     for _ in range(3):
         accounts.passed(0.2, 1.0, 1.0)
         assert watch.look()
-    accounts.passed(PAUSE_S + 1.0, 0.0, 2.0)  # a trainer was at work
+    accounts.passed(PAUSE_S + 1.0, 0.0, 2.0)  # a trainer ran meanwhile
     assert watch.look(0.0)
     assert (watch.busy, watch.crowded) == (True, False)
-    accounts.passed(PAUSE_S + 1.0, 1.0, 1.0)  # and this was a pass
+    accounts.passed(PAUSE_S + 1.0, 1.0, 1.0)  # this was a pass, not a pause
     assert watch.look(PAUSE_S + 1.0)
     assert watch.crowded
 

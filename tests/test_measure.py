@@ -1,4 +1,4 @@
-"""Measured costs hold whatever else the machine did meanwhile."""
+"""Measured costs are right whatever load the machine had while they were measured."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def pair() -> Pair:
 
 
 def test_what_other_lengths_contradict_is_measured_again() -> None:
-    # As it was measured once, beside another program: verifying two tokens at 3.2 times one.
+    # Once measured beside another program: verifying two tokens took 3.2 times as long as one.
     poisoned = {1: 1.5, 2: 1.59, 3: 5.13, 4: 5.2, 5: 5.3, 7: 5.5, 9: 5.6}
     assert 3 in doubtful(poisoned)
-    assert doubtful({1: 1.0, 2: 1.05, 3: 1.6, 4: 1.12, 5: 1.15}) == {3}  # falls behind it
-    assert doubtful({1: 8.0, 2: 1.05, 3: 1.1, 4: 1.12}) == {1}  # plain decoding in a bad moment
+    assert doubtful({1: 1.0, 2: 1.05, 3: 1.6, 4: 1.12, 5: 1.15}) == {3}  # above longer passes
+    assert doubtful({1: 8.0, 2: 1.05, 3: 1.1, 4: 1.12}) == {1}  # plain decoding measured in a bad moment
     assert with_neighbours({3}, [1, 2, 3, 4, 5]) == {2, 3, 4}
 
 
@@ -41,9 +41,9 @@ def test_what_other_lengths_contradict_is_measured_again() -> None:
     "sound",
     [
         {1: 1.0, 2: 1.05, 3: 1.1, 4: 1.15, 5: 1.2, 7: 1.3, 9: 1.4, 13: 1.6, 17: 1.8},
-        {1: 1.0, 2: 1.0, 3: 1.02, 4: 1.03, 5: 1.5, 7: 1.52, 9: 1.55, 13: 2.1, 17: 2.2},  # another kernel from 5 on
+        {1: 1.0, 2: 1.0, 3: 1.02, 4: 1.03, 5: 1.5, 7: 1.52, 9: 1.55, 13: 2.1, 17: 2.2},  # other kernel from 5 tokens
         {1: 22.0, 2: 33.0, 3: 36.0, 4: 39.0, 5: 42.0, 7: 45.0},  # llama.cpp's
-        {count: float(count) for count in (1, 2, 3, 4, 5, 7, 9, 13, 17)},  # nothing is won by verifying together
+        {count: float(count) for count in (1, 2, 3, 4, 5, 7, 9, 13, 17)},  # verifying together saves nothing
     ],
 )
 def test_a_sound_profile_is_believed(sound: dict[int, float]) -> None:
@@ -79,7 +79,7 @@ def test_other_programs_do_not_show_in_what_passes_cost(pair: Pair) -> None:
 
 
 def test_measuring_gives_way_at_every_round(pair: Pair) -> None:
-    """Between two rounds an engine is free, threads are chosen as ever, and given up is given up."""
+    """Between two rounds the engine is free, threads are chosen as usual, and an abort takes effect."""
     rounds, given = measuring(pair, GREEDY), torch.get_num_threads()
     for _ in range(60):
         next(rounds)
@@ -93,7 +93,7 @@ def test_measuring_gives_way_at_every_round(pair: Pair) -> None:
 
 
 def test_rounds_are_timed_at_several_places_of_real_text(pair: Pair) -> None:
-    """Random tokens would have a mixture read other experts, and one place the same ones again and again."""
+    """With random tokens a mixture would read other experts, and at one place always the same ones."""
     rounds, samples, seen = TimedRounds(pair, GREEDY, 64, attentive=True), Samples(), set()
     for _ in range(3):
         for _ in rounds.sweep(samples, [0, 2], 1):
@@ -112,7 +112,7 @@ def test_what_is_measured_tries_no_other_number_of_threads() -> None:
         assert choice.choose(1) == 1
         choice.observe(1, 0.01)
     choice.held = None
-    assert choice.choose(1) == 2  # and nothing was learned from that
+    assert choice.choose(1) == 2  # passes with a held number of threads taught nothing
 
 
 @pytest.mark.thorough

@@ -12,7 +12,7 @@ from service_server import Server
 
 anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
 
-# By one process, which starts one server.
+# One xdist worker runs these tests, since it starts one server.
 pytestmark = pytest.mark.xdist_group("dialects")
 
 ASKED: list[Any] = [{"role": "user", "content": "Tell me a story."}]
@@ -52,7 +52,7 @@ def test_a_message_is_that_of_the_chat(client: Any, dialects: Server) -> None:
         assert text(message) == same["choices"][0]["message"]["content"]
     usage = message.usage
     assert usage.input_tokens + usage.cache_read_input_tokens == same["usage"]["prompt_tokens"]
-    assert usage.cache_read_input_tokens > 0  # it was asked before
+    assert usage.cache_read_input_tokens > 0  # from the same question asked before
     assert usage.output_tokens == same["usage"]["completion_tokens"]
     cut = same["choices"][0]["finish_reason"] == "length"
     assert message.stop_reason == ("max_tokens" if cut else "end_turn")
@@ -107,7 +107,7 @@ def test_tools_are_called_and_their_results_read(client: Any) -> None:
     ]
     assert counted[0] > counted[1] + 10
     assert ask(client, **{**asked, "messages": back, "max_tokens": 4}).usage.output_tokens <= 4
-    # Tools that may not be used are not even named to the model.
+    # Tools that may not be used are not shown to the model.
     none = ask(client, **{**asked, "max_tokens": 4}, tool_choice={"type": "none"})
     assert none.usage.input_tokens + none.usage.cache_read_input_tokens < counted[1]
 
@@ -125,7 +125,7 @@ def test_what_the_model_thinks_is_a_block_of_its_own(client: Any) -> None:
 
 
 class Place(BaseModel):
-    """What an answer is to be."""
+    """The required form of an answer."""
 
     place: Literal["Rome", "Oslo"]
 

@@ -1,4 +1,4 @@
-"""Our own forward of mixtures of experts computes what transformers computes, and reads the experts that are chosen."""
+"""Our own forward of mixtures of experts computes what transformers computes, and reads only the chosen experts."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ PASSES = (9, 1, 5, 1, FEW + 4, 1)
 
 @pytest.mark.parametrize("name", ATTENDING)
 @pytest.mark.parametrize(
-    # transformers' routers take their softmax in float32, whatever the model is.
+    # transformers' routers compute their softmax in float32, whatever the model's dtype.
     ("dtype", "tolerance"),
     [(torch.float64, 1e-6), (torch.float32, 2e-5)],
     ids=["float64", "float32"],
@@ -138,7 +138,7 @@ def test_logits_equal_those_of_transformers(
     forward, tokens = own(model), text(FEW + 30)
     assert forward.fused == (linear_layers == "ours" and dtype == torch.float32)
     if dtype == torch.float64:
-        model.set_experts_implementation("eager")  # the usual one has no kernels for it
+        model.set_experts_implementation("eager")  # the default one has no kernels for it
     right, cache, done = truth(model, tokens), forward.cache(), 0
     for count in PASSES:
         got = forward(tokens[done : done + count], count, cache)
@@ -202,12 +202,12 @@ def test_rounded_weights_say_nearly_the_same(int8: bool) -> None:
 
 @compiled
 def test_experts_that_nobody_chose_are_not_read() -> None:
-    """Their weights are no numbers here, and what would read one would say none."""
+    """Weights of the other experts are NaN here, so that reading one would make the output NaN."""
     model = made("qwen3_moe")
     tokens = text(4)
     right = truth(model, tokens)
     with torch.no_grad():
-        # What is asked for beside logits leaves hooks behind.
+        # Outputs requested beside logits leave hooks behind.
         scores = copy.deepcopy(model)(tokens[None], output_router_logits=True).router_logits
         for block, of_layer in zip(model.model.layers, scores, strict=True):
             unused = torch.ones(EXPERTS["num_experts"], dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Architectures that need something of their own: what they say drafted is what they say alone."""
+"""Architectures with special needs: text with drafting equals text without it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ LONG = {
 
 @pytest.mark.parametrize("length", [1, 4, 9])
 def test_a_text_crosses_the_border_of_a_longrope_exactly(length: int) -> None:
-    """transformers computes the whole text anew there; a pass over several tokens stands on both sides of it."""
+    """At that length transformers computes the whole text again; here a pass over several tokens crosses it."""
     model = tiny_model("phi3", num_hidden_layers=2, **LONG)
     target, draft = TransformersEngine(model), TransformersEngine(noisy(model))
     for begin in (55, 63, 64):
@@ -93,7 +93,7 @@ def test_a_text_crosses_the_border_of_a_longrope_exactly(length: int) -> None:
 
 
 def test_one_cache_over_that_border_says_something_else() -> None:
-    """Otherwise the test above would hold nothing."""
+    """Otherwise the test above would prove nothing."""
     model = tiny_model("phi3", num_hidden_layers=2, **LONG)
     target, prompt = TransformersEngine(model), prompt_of(55)
     target._border = None
@@ -101,7 +101,7 @@ def test_one_cache_over_that_border_says_something_else() -> None:
 
 
 def test_a_model_that_cannot_be_taken_back_decodes_plainly_and_says_so(tmp_path: Path) -> None:
-    """Indexed attention: its indexer's keys are not in our cache."""
+    """Indexed attention: our cache does not hold the keys of its indexer."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
@@ -138,7 +138,7 @@ def test_a_tensor_that_a_cache_holds_by_two_names_is_counted_once() -> None:
 
 
 def test_passes_that_disagree_are_found_when_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A selective scan that begins anew in every pass, as transformers has it, instead of what was before."""
+    """A selective scan that restarts in every pass, as in transformers, instead of continuing from its state."""
     from adaptive.engines.hf import calls
 
     def begins_anew(state: Any, function: Any, given: Any, siblings: Any) -> Any:
@@ -203,7 +203,7 @@ def test_of_a_checkpoint_with_vision_the_language_model_is_loaded_alone(model_ty
 
 
 def test_vision_weights_are_not_read(tmp_path: Path) -> None:
-    """They may be no numbers at all."""
+    """They may even be NaN."""
     from safetensors.torch import load_file, save_file
 
     model = several_kinds("gemma3_text", "gemma3", **VISION["gemma3"])
@@ -216,7 +216,7 @@ def test_vision_weights_are_not_read(tmp_path: Path) -> None:
     assert Greedy(loaded(tmp_path), None).say(prompt, 8) == alone(model, prompt, 8)
 
 
-# So large that the language model is a small part of the file.
+# Large enough that the language model is a small part of the file.
 WIDE = {
     "gemma3": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 8},
     "qwen3_vl": {"hidden_size": 512, "intermediate_size": 2048, "depth": 2, "num_heads": 8, "out_hidden_size": 64},
@@ -233,13 +233,13 @@ def test_of_a_checkpoint_with_vision_only_the_bytes_of_the_language_model_are_re
         engine = loaded(tmp_path)
     text = sum(parameter.nbytes for parameter in engine.model.parameters())
     assert not [name for name in read if "vis" in name]
-    # A part of each tensor may be looked at before it is read.
+    # A part of each tensor may be inspected before it is read.
     assert text <= sum(read.values()) <= 1.1 * text
     assert (tmp_path / "model.safetensors").stat().st_size > 10 * text
 
 
 def test_routers_and_layers_that_peft_forbids_get_no_adapter() -> None:
-    """A router of Llama 4 is a linear layer with a forward of its own; Mamba's kernels take a weight and no layer."""
+    """A router of Llama 4 is a linear layer with its own forward; Mamba's kernels take a weight instead of a layer."""
     llama4 = tiny_model("llama4_text")
     names = linear_names(llama4)
     assert names
@@ -248,8 +248,8 @@ def test_routers_and_layers_that_peft_forbids_get_no_adapter() -> None:
     attach(llama4, Recipe(rank=4))(input_ids=ids, labels=ids).loss.backward()
     names = linear_names(tiny_model("qwen3_next", num_hidden_layers=1, layer_types=["full_attention"]))
     assert names
-    assert not [name for name in names if name.endswith(("gate_proj", "up_proj"))]  # PEFT takes them for the experts'
-    assert linear_names(tiny_model("falcon", n_layer=1))  # linear layers of its own class
+    assert not [name for name in names if name.endswith(("gate_proj", "up_proj"))]  # PEFT takes them for experts
+    assert linear_names(tiny_model("falcon", n_layer=1))  # linear layers of Falcon's own class
     falcon = tiny_model("falcon_h1")
     names = linear_names(falcon)
     assert any(name.endswith("in_proj") for name in names)
@@ -286,7 +286,7 @@ def test_doctor_says_what_a_models_layers_hold(tmp_path: Path, adaptive: Command
 
 
 def test_a_conversation_with_a_hybrid_is_the_targets_own_also_over_an_edit(tmp_path: Path) -> None:
-    """Through the assistant: two turns, an answer made again, an edit, and another conversation's copied opening."""
+    """Through the assistant: two turns, a regenerated answer, an edit, and another conversation with the same start."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
@@ -314,7 +314,7 @@ def test_a_conversation_with_a_hybrid_is_the_targets_own_also_over_an_edit(tmp_p
     answer = same(first)
     turn = [*first, Message("assistant", answer), Message("user", "Another one, please.")]
     same(turn)
-    assert same(turn)  # made again
+    assert same(turn)  # regenerated
     edited = [*first, Message("assistant", answer), Message("user", "Now about a mountain, and longer.")]
     same(edited)
     same([Message("user", "Write a haiku about a river, and one about the sea.")])

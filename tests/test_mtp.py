@@ -1,4 +1,4 @@
-"""The multi-token head inside a target's checkpoint says what transformers' own module says, and drafts exactly."""
+"""The multi-token head inside a target's checkpoint computes what transformers' module computes, and drafts exactly."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def bound(target: TransformersEngine, head: HeadEngine) -> tuple[TransformersSeq
 
 
 class Reference:
-    """transformers' own module over the same checkpoint, as its candidate generator feeds it."""
+    """transformers' own module over the same checkpoint, fed as its candidate generator feeds it."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from transformers.modeling_layers import MtpModel
@@ -71,8 +71,8 @@ class Reference:
 
     @torch.inference_mode()
     def logits(self, tokens: torch.Tensor, known: int) -> torch.Tensor:
-        """For a text (n,), of which the first ``known`` tokens went through the target: logits (n - 1, vocab) of all
-        rows, those behind ``known`` reading what the head itself made."""
+        """Logits (n - 1, vocab) for a text (n,) whose first ``known`` tokens went through the target; later rows read
+        the head's own features."""
         from transformers.cache_utils import MtpCache
 
         states = self.model(tokens[None, :known], output_hidden_states=True).hidden_states[-1]
@@ -100,14 +100,14 @@ def test_logits_equal_transformers_own_module(model_type: str, tmp_path: Path, m
     right = Reference(folder, monkeypatch).logits(tokens, known)
     scale = right.abs().max()
     found, done = [], 0
-    for count in (1, 9, 1, 20, 1, 3, 1, 1, 3):  # the last ones read what the head itself makes
+    for count in (1, 9, 1, 20, 1, 3, 1, 1, 3):  # the last passes read the head's own features
         found.append(draft.extend(tokens[done : done + count], count).clone())
         done += count
     assert done == draft.length == len(tokens)
     got = torch.cat(found)
-    assert torch.equal(got[0], torch.zeros(256))  # nothing is known where a text begins
+    assert torch.equal(got[0], torch.zeros(256))  # the first position has no features before it
     torch.testing.assert_close(got[1:] / scale, right / scale, rtol=0, atol=1e-4)
-    # Otherwise the lines above would hold nothing: what is before the final norm is another thing, and so is a shift.
+    # Without this check the lines above would prove nothing: features before the final norm, or shifted, must differ.
     assert not torch.allclose(got[1:-1] / scale, right[1:] / scale, atol=0.05)
     monkeypatch.setattr(head.head, "of_target", lambda features: features)
     other = head.sequence_of(held).extend(tokens[: known + 1], known)
@@ -142,7 +142,7 @@ def test_what_it_drafted_leaves_no_trace(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe", "qwen3_5_text"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """By --draft auto, since these checkpoints have a head."""
+    """Loaded with --draft auto, since these checkpoints have a head."""
     folder = save_with_mtp(request.param, tmp_path_factory.mktemp(request.param) / "target")
     found = load_pair(settings_of(folder, "auto"))
     assert found.draft is not None

@@ -1,4 +1,4 @@
-"""Work is shared by threads whoever of them runs: beside busy programs, from several callers, in a forked child."""
+"""Threads share work whichever of them run: beside busy programs, from several callers, in a forked child."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def linear() -> kernels.NativeLinear:
 
 
 def product(linear: kernels.NativeLinear, x: torch.Tensor, threads: int) -> torch.Tensor:
-    """On so many threads, which torch keeps for each thread that calls it."""
+    """Compute the layer on ``threads`` threads, a number that torch keeps for each calling thread."""
     torch.set_num_threads(threads)
     return linear(x)
 

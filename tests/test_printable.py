@@ -1,4 +1,4 @@
-"""What a model says reaches the terminal as text, never as orders to the terminal."""
+"""Model output reaches the terminal as text, never as control sequences."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_on_a_terminal(*arguments: str, typed: str = "") -> bytes:
         while True:
             try:
                 part = os.read(leader, 65536)
-            except OSError:  # Linux ends a terminal so
+            except OSError:  # Linux ends a terminal with this error
                 break
             if not part:
                 break

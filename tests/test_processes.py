@@ -1,4 +1,4 @@
-"""A round that is killed goes on where it stood, and several processes train as one."""
+"""A killed round resumes where it stopped, and several processes train as one."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from checkpoints.store import AdapterStore
 from trainers.recipe import Recipe
 from trainers.run import DistillOutcome, distill
 
-# Seconds for what takes a few on an idle machine.
+# Timeout in seconds of work that takes a few on an idle machine.
 PATIENCE_S = 180.0
 ROOT = Path(__file__).resolve().parent.parent
 LONGER = Recipe(**{**SHORT.to_json(), "epochs": 10, "patience": 100})
 
-# What comes before the arguments of `adaptive`, alone and in two processes.
+# Arguments before those of `adaptive`, for one process and for two.
 ONE = ["-m", "cli.main"]
 TWO = ["-m", "torch.distributed.run", "--nproc-per-node", "2", *ONE]
 
-# `adaptive` on a processor without bfloat16: one that has it rounds each process's part of a gradient by itself, which
-# moves the weights by some percent of their size.
+# `adaptive` as on a processor without bfloat16: with bfloat16 each process rounds its part of a gradient separately,
+# which moves the weights by some percent of their size.
 FLOAT32 = """
 import torch
 torch.cpu._is_avx512_bf16_supported = torch.cpu._is_amx_tile_supported = lambda: False
@@ -57,7 +57,7 @@ round_in(Path(sys.argv[1]), LONGER)
 
 
 def round_in(folder: Path, recipe: Recipe) -> DistillOutcome:
-    """One round on the log in ``folder`` that can be gone on with."""
+    """Run one resumable round on the log in ``folder``."""
     state = PairState(folder)
     return distill(
         state.records, AdapterStore(state.adapters), BASE, small_draft(), recipe,
@@ -79,7 +79,7 @@ def wait_for(file: Path, process: subprocess.Popen[bytes]) -> None:
 
 
 def killed(arguments: list[str], until: Path) -> None:
-    """Start a command, and kill it and all that it started once ``until`` is there."""
+    """Start a command, and kill it and all its children once the file ``until`` exists."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, *arguments], env=environment)
     try:
@@ -93,7 +93,7 @@ def killed(arguments: list[str], until: Path) -> None:
 
 
 def ran(arguments: list[str]) -> Any:
-    """A command by itself; the JSON that it printed."""
+    """Run a command to its end; returns the JSON that it printed."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, timeout=PATIENCE_S, check=False
@@ -126,7 +126,7 @@ def test_a_killed_round_goes_on_to_the_very_adapter_it_would_have_made(
         write_log(folder / "records.db", spoken)
     undisturbed = round_in(whole, LONGER)
     killed(["-c", TRAIN, str(broken), str(Path(__file__).parent)], broken / "training.safetensors")
-    # What is said in between waits for the next round: this one ends on the records it began with.
+    # Records written in between wait for the next round: this one ends on the records it began with.
     write_log(broken / "records.db", speak(target(), 8, SamplingParams(temperature=0.7), seed=5))
     resumed = round_in(broken, LONGER)
     assert "interrupted" in " ".join(resumed.notes)
@@ -173,7 +173,7 @@ def test_two_processes_are_as_good_as_one_also_after_a_kill(tmp_path: Path, own_
     assert together["train_generations"] == alone["train_generations"]
     interval = alone["recent"]["acceptance_after"]
     assert interval["low"] <= together["recent"]["acceptance_after"]["mean"] <= interval["high"]
-    # One writes: the two runs left one adapter each.
+    # Only one process writes: the two runs left one adapter each.
     assert len(AdapterStore(state.adapters).list()) == 2
 
 
@@ -190,7 +190,7 @@ def test_three_logs_of_a_team_give_the_same_adapter_in_two_processes_as_in_one(t
         logs.append(str(write_log(tmp_path / name / "records.db", said[number::3] + said[:5])))
     imported = ran([*ONE, "records", "import", *logs, *pair[:4], "--json"])
     assert (imported["taken"], imported["known"]) == (90, 15)
-    # The loss that is usual mixes by the mean acceptance of a pass, and two processes make two passes of a batch.
+    # The default loss mixes by the mean acceptance of a pass, and two processes split a batch into two passes.
     training = ["--no-promote", "--json", "--epochs", "2", "--lr", "0.005", "--rank", "8", "--loss", "forward-kl"]
     (tmp_path / "float32.py").write_text(FLOAT32)
     starts = [[*start[:-2], str(tmp_path / "float32.py")] for start in (ONE, TWO)]

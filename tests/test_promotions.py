@@ -1,4 +1,4 @@
-"""What a promotion should bring is foreseen from the gate's replay and the costs, and checked against what came."""
+"""The effect of a promotion is predicted from the gate's replay and the costs, and checked against later answers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from checkpoints.store import AdapterStore
 
 __all__ = ["taught"]
 
-# A plain step takes 10 ms, a drafted token 0.5 ms and 0.2 ms more to verify.
+# A plain step takes 10 ms, a drafted token 0.5 ms plus 0.2 ms to verify.
 COSTS = CostTable(0.0, 0.0005, 0.0, tuple(0.01 + 0.0002 * k for k in range(LONGEST + 1)), 0.0, 1e-9, 0.0, 0)
-# A draft step as long as the target's: nothing that it guesses can pay.
+# A draft step as slow as the target's, so that no draft pays.
 USELESS = CostTable(0.0, 0.012, 0.0, tuple(0.01 + 0.001 * k for k in range(LONGEST + 1)), 0.0, 1e-9, 0.0, 0)
 
 
@@ -47,7 +47,7 @@ def held_out(before: tuple[float, float], after: tuple[float, float]) -> HeldOut
 
 
 def test_the_speed_expected_is_that_of_the_best_length_worked_by_hand() -> None:
-    # One in two tokens, and none behind a second: a round of one token yields 1.5 in 10.7 ms.
+    # Half of first tokens are accepted and no second ones: a round of one drafted token yields 1.5 in 10.7 ms.
     assert seconds_a_token([0.5, 0.0], COSTS) == pytest.approx(0.0107 / 1.5, rel=1e-4)
     assert seconds_a_token([0.01], COSTS) == pytest.approx(0.01, rel=1e-4)  # plain decoding
     faster, over_plain = expected_speed(held_out((0.01, 1.01), (0.5, 1.5)), COSTS)
@@ -99,20 +99,20 @@ def test_a_promotion_is_foreseen_and_checked_and_both_are_kept(
         (foreseen,) = load(taught.state.promotions)
         assert foreseen.expected == pytest.approx(1.5 / 1.07, rel=1e-3)
         assert "not checked yet" in foreseen.text
-    # A restart between changes nothing, and does not foresee it again.
+    # A restart in between changes nothing, and makes no new prediction.
     write_log(taught.state.records, [answered(n, adapter, 0.01) for n in range(40, 80)])
     with training(taught, distill="off") as trainer:
         until(lambda: load(taught.state.promotions)[-1].came is not None, trainer)
     (found,) = load(taught.state.promotions)
     assert found.expected == foreseen.expected
-    assert found.came == pytest.approx(0.3 / 0.2, rel=0.02)  # ten plain steps and ten rounds of 20 ms, then of 10
+    assert found.came == pytest.approx(0.3 / 0.2, rel=0.02)  # rounds of 20 ms, then of 10 ms
     said = [record.getMessage() for record in caplog.records]
     assert any("1.40 times as fast as now, by replay" in line for line in said)
     assert any("1.50 times came" in line for line in said)
 
 
 def test_a_slower_machine_is_not_a_worse_adapter(tmp_path: Path) -> None:
-    """Everything takes twice as long under the adapter, plain steps too: it made answers no slower."""
+    """Under the adapter everything takes twice as long, plain steps too, so the adapter did not slow answers down."""
     path = tmp_path / "records.db"
     slow = [answered(n, "0001", 0.015) for n in range(60, 120)]
     slow = [

@@ -1,4 +1,4 @@
-"""``adaptive publish``: a draft goes into another server, is measured there, and comes out again where it is worse."""
+"""``adaptive publish`` puts a draft into another server, measures it there, and takes it out again if it is worse."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_options_come_into_the_start_command_and_are_replaced_there(kind: Kind) 
         assert words[words.index(name) + 1] == value
     kept = [word for word in shlex.split(STARTS[kind], comments=True) if word.strip()]
     rest = iter(words)
-    assert all(word in rest for word in kept)  # in their order
+    assert all(word in rest for word in kept)  # in the same order
 
 
 def test_what_vllm_is_told_is_json() -> None:
@@ -76,7 +76,7 @@ def test_an_option_that_only_begins_the_same_stays() -> None:
 
 
 def answers(round_s: float, token_s: float, lengths: list[float]) -> list[Answered]:
-    """Of 40 rounds each, with so many drafted tokens a round, a half of them accepted."""
+    """One answer of 40 rounds per mean length in ``lengths``, with half of the drafted tokens accepted."""
     made = []
     for length in lengths:
         drafted = round(40 * length)
@@ -93,7 +93,7 @@ def test_the_costs_of_a_round_are_told_by_answers_that_drafted_differently() -> 
     same = round_costs(answers(0.05, 0.004, [4, 4, 4]))
     assert same is not None
     assert same.assumed
-    assert same.round_s + 4 * same.token_s == pytest.approx(0.05 + 4 * 0.004)  # which is known
+    assert same.round_s + 4 * same.token_s == pytest.approx(0.05 + 4 * 0.004)  # the cost at that length is known
     assert round_costs([Answered(10, 1.0, None, None)]) is None
 
 
@@ -135,7 +135,7 @@ def test_the_chance_of_a_token_does_not_depend_on_the_draft_length(chance: float
 def test_what_is_worse_is_told_by_acceptance_else_by_speed() -> None:
     assert worse_than(measured(400, 200), measured(400, 190)) is not None
     assert worse_than(measured(400, 200), measured(400, 210, seconds=9.0)) is None
-    assert worse_than(measured(100, 50), measured(800, 100)) is None  # longer drafts, as likely each
+    assert worse_than(measured(100, 50), measured(800, 100)) is None  # longer drafts, equal chance per token
     assert worse_than(measured(0, 0), measured(400, 200, seconds=4.0)) is not None
     assert worse_than(measured(0, 0), measured(400, 200)) is None
     assert worse_than(measured(400, 200), measured(0, 0)) is not None
@@ -148,7 +148,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def state(own_home: Path, adapter: Path) -> PairState:
-    """The bundled pair's, with a log, and an adapter in use."""
+    """The state of the bundled pair, with a log and an adapter in use."""
     identity = pair_identity(load_settings({}))
     found = open_state(own_home, identity.id)
     with LogWriter(found.records) as log:
@@ -182,8 +182,9 @@ def test_the_newest_prompts_held_out_of_training_are_asked(own_home: Path) -> No
 
 @pytest.fixture
 def box(tmp_path: Path) -> Iterator[tuple[Scripted, Path, Path]]:
-    """A server that runs what its start file said when it was restarted last: the draft of the adapter is accepted in
-    one of ten, another one in half. Yields it, the start file, and what was run."""
+    """A server that runs the start file as of its last restart. Tokens of the adapter's draft are accepted at a rate of
+    0.1, with "better" in the start file at 0.9, and of any other draft at 0.5. Yields the server, the start file, and a
+    copy of the start file as last run."""
     start, running = tmp_path / "start.sh", tmp_path / "running"
     start.write_text('#!/bin/sh\nvllm serve target --speculative-config \'{"model": "old"}\'\n')
     start.chmod(0o750)

@@ -1,5 +1,5 @@
-"""Checkpoints that come quantised: what transformers reads here decodes, drafts and learns as the weights that it
-stands for; what it does not read is refused before weights are."""
+"""Quantised checkpoints: those that transformers can read here decode, draft and learn as the weights they represent;
+others are refused before any weights are read."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def dense(folder: Path) -> Any:
 
 
 def unreadable(folder: Path) -> Path:
-    """Who reads its weights fails."""
+    """Make any attempt to read the weights fail."""
     (folder / "model.safetensors").write_bytes(b"read by nobody")
     return folder
 
@@ -93,7 +93,7 @@ def test_it_decodes_drafts_and_learns_as_the_weights_it_stands_for(name: str, tm
         Recipe(rank=4),
     )
     text = torch.tensor([prompt])
-    for _ in range(2):  # B is zero at first, and so is what A learns
+    for _ in range(2):  # B is zero at first, so A learns nothing in the first step
         trained(text).logits.logsumexp(-1).mean().backward()
         with torch.no_grad():
             for weight in trained.parameters():
@@ -115,7 +115,7 @@ def test_it_decodes_drafts_and_learns_as_the_weights_it_stands_for(name: str, tm
 
 
 def test_in_sixteen_bits_every_weight_is(tmp_path: Path) -> None:
-    """Also those that the checkpoint has in other numbers."""
+    """Also weights that the checkpoint stores in another dtype."""
     tiny_model("llama", **SMALL).save_pretrained(tmp_path / "dense")
     quantise(tmp_path / "dense", tmp_path / "fp8", fp8, FP8)
     engine = loaded(tmp_path / "fp8", dtype="bfloat16")
@@ -191,7 +191,7 @@ def test_a_head_inside_of_it_and_one_that_is_grown_have_its_numbers(kept: bool, 
     weights = []
     for title in ("dense", "fp8"):
         target = loaded(tmp_path / title)
-        if kept:  # a target that keeps its eight bits, on a GPU, has nothing that multiplies them as they are read
+        if kept:  # as on a GPU: the weights stay in 8 bits and are not converted when they are read
             del target.model._weight_conversions
         source = Source("mtp", tmp_path / title, "none", head=HeadKind.MTP)
         head = load_head(source, load_settings({"dtype": "float32"}), target)

@@ -1,4 +1,4 @@
-"""Four bits by bitsandbytes, also for models whose layers are no whole blocks of it."""
+"""Four bits by bitsandbytes, also for models with layers that do not divide into its blocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_layers_that_do_not_fit_stay_as_they_are(tmp_path: Path, caplog: pytest.
         engine = loaded(folder)
     kinds = {name: type(module).__name__ for name, module in engine.model.named_modules() if "proj" in name}
     plain = {name for name, kind in kinds.items() if kind == "Linear"}
-    assert plain == {"model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"}  # of 96 inputs
+    assert plain == {"model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"}  # those with 96 inputs
     assert {kinds[name] for name in kinds if name not in plain} == {"Linear4bit"}
     assert type(engine.model.lm_head) is torch.nn.Linear
     assert "12 of 14 linear layers fit bitsandbytes' blocks" in caplog.text

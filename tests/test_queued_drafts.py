@@ -1,5 +1,5 @@
-"""A proposal that is chosen and ended on a device is the one that a loop makes which reads every step. Both run here on
-the processor, by the operations that a GPU runs."""
+"""A proposal whose tokens and length are chosen on a device equals that of a loop that reads every step. Both run on
+the processor here, by the operations that a GPU runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ IDS = ["greedy", "sampled", "cut", "seeded", "penalties"]
 
 
 class QueuedDrafter(ModelDrafter):
-    """One whose device works through a queue, whatever it is."""
+    """A drafter that queues its steps as on a GPU, whatever its device."""
 
     def __init__(self, *args: object, **named: object) -> None:
         super().__init__(*args, **named)  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ class QueuedDrafter(ModelDrafter):
 
 
 def both(engine: TransformersEngine, params: SamplingParams, target_vocab: int) -> tuple[ModelDrafter, ModelDrafter]:  # noqa: F811
-    """With the same random numbers: one that queues its steps, and one that reads each."""
+    """Two drafters with the same random numbers: the first queues its steps, the second reads each one."""
     made = drafter(engine, params, target_vocab), drafter(engine, params, target_vocab)
     for one in made:
         one._fused = None
@@ -58,7 +58,7 @@ def both(engine: TransformersEngine, params: SamplingParams, target_vocab: int) 
 
 
 def thresholds(turn: int) -> tuple[Stopping, Stopping]:
-    """Two alike, by which proposals end at once, later, and not at all."""
+    """Two equal thresholds, under which proposals end at once, later, or not at all."""
     chance = random.Random(turn)
     drop, last = ([chance.choice([0.0, 0.2, 0.5, 0.8]) * scale for _ in range(LONGEST)] for scale in (0.5, 0.3))
     found = Stopping(LONGEST, 2), Stopping(LONGEST, 2)
@@ -68,7 +68,7 @@ def thresholds(turn: int) -> tuple[Stopping, Stopping]:
 
 
 def same(mine: Proposal | None, theirs: Proposal | None) -> int:
-    """Both propose the same; how many tokens."""
+    """Check that both proposals are equal; returns their number of tokens."""
     mine = None if mine is None else mine.closed()
     assert (mine is None) == (theirs is None)
     if mine is None or theirs is None:
@@ -156,8 +156,8 @@ def test_rounds_of_queued_proposals_say_the_same(
     engine: TransformersEngine,  # noqa: F811
     params: SamplingParams,
 ) -> None:
-    """Greedy and under a seed the very rounds; where tokens are drawn the target's own come of another rule with other
-    random numbers, whose law is held by the chi-square below."""
+    """Greedy and under a seed the rounds are equal. Sampled rounds differ, since another rule draws other random
+    numbers; the chi-square test below checks their distribution."""
     found = []
     for queues in (True, False):
         processor = LogitsProcessor(params, VOCAB, torch.device("cpu"))
@@ -179,7 +179,7 @@ def test_rounds_of_queued_proposals_say_the_same(
 
 
 class DropsAfterDrawing(QueuedDrafter):
-    """Breaks the rule on purpose: the last token counts only if it was likely, which is seen once it is drawn."""
+    """Deliberately broken: drops unlikely tokens after they have been drawn."""
 
     def propose(self, *args: object, **named: object) -> Proposal | None:
         proposal = super().propose(*args, **named)  # type: ignore[arg-type]
@@ -230,7 +230,7 @@ def test_the_rule_for_tokens_of_which_not_all_count_is_the_rule_for_those_that_d
 
 
 def queued_of(count: int) -> Queued:
-    """A proposal of which so many tokens count."""
+    """A proposal of which the first ``count`` tokens count."""
     choice = Choice(kind_of(PARAMS[0], 9, 3, None), PARAMS[0], torch.device("cpu"))
     queued = Queued(choice, None, Uniform(torch.Generator()))
     for step in range(count):

@@ -1,4 +1,4 @@
-"""A rollback that a change of subject caused is undone by replay; one that a bad draft caused stays."""
+"""Replay undoes a rollback that a change of subject caused; a rollback that a bad draft caused stays."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def said_under(adapter: str, seed: int, count: int = 40) -> list[Generation]:
 
 
 def publish_noise(store: AdapterStore) -> str:
-    """An adapter that makes the draft guess worse."""
+    """Publish an adapter that makes the draft guess worse."""
     model = lora.attach(small_draft(), Recipe())
     torch.manual_seed(1)
     for name, weight in model.named_parameters():
@@ -80,7 +80,7 @@ def test_a_trainer_judges_what_it_rolled_back_once_more_when_enough_was_said(tau
     with training(taught, distill_after=10**6) as trainer:
         live(trainer, None, 0.6, 400, seed=1)
         store.promote(learned.id, "better on held-out records")
-        # Another kind of text: live acceptance falls, whatever the draft.
+        # Another kind of text: live acceptance falls with any draft.
         write_log(taught.state.records, said_under(learned.id, seed=9, count=20))
         live(trainer, learned.id, 0.3, 300, seed=2)
         until(lambda: store.current_id() is None, trainer)
@@ -89,7 +89,7 @@ def test_a_trainer_judges_what_it_rolled_back_once_more_when_enough_was_said(tau
         until(lambda: store.current_id() == learned.id, trainer)
         until(lambda: "back in use" in str(trainer.status.last_run), trainer)
         assert trainer.runs == 0
-        # What was before is no measure for it now.
+        # Acceptance from before the change of subject is no measure any more.
         live(trainer, learned.id, 0.3, 300, seed=3)
         let_it_look(trainer)
         assert store.current_id() == learned.id

@@ -1,4 +1,4 @@
-"""Supervision survives the log bit for bit."""
+"""Supervision comes out of the log bit for bit as it went in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIELDS = ("ids", "logprobs", "rest", "chosen")
 def supervisions(draw: st.DrawFn) -> Supervision:
     n, k = draw(st.integers(0, 9)), draw(st.integers(0, 5))
     largest = draw(st.sampled_from([10, 2**16 - 1, 2**16, 2**31 - 1]))
-    bits = st.integers(0, 2**16 - 1)  # every float16: infinities, both zeros, subnormals, all NaNs
+    bits = st.integers(0, 2**16 - 1)  # all float16 values: infinities, both zeros, subnormals, all NaNs
 
     def halves(shape: tuple[int, ...]) -> st.SearchStrategy[np.ndarray]:
         return arrays(np.uint16, shape, elements=bits).map(lambda a: a.view(np.float16))

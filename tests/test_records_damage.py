@@ -1,4 +1,5 @@
-"""A damaged log: a record is passed over, a file is set aside and what can be read of it kept, and each is said."""
+"""A damaged log: damaged records are skipped, a damaged file is set aside and its readable records kept; each is
+reported."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def flip(file: Path, at: int, bit: int = 3) -> None:
 
 
 def damage_column(path: Path, number: int, column: str, kind: str = "BLOB") -> None:
-    """Turn a bit in the middle of one record's column, as a bad disk does, where SQLite does not see it."""
+    """Flip a bit in the middle of one record's column, as a bad disk does, without SQLite noticing."""
     connection = connect(path)
     (value,) = connection.execute(f"SELECT CAST({column} AS BLOB) FROM generations WHERE id = ?", (number,)).fetchone()
     changed = bytearray(value)
@@ -71,7 +72,7 @@ def test_a_damaged_record_is_passed_over_and_counted(path: Path, column: str, ki
         assert "record 7 is damaged" in log.damaged[7]
         assert log.figures()
         assert log.sessions()
-        assert [entry.id for entry in log.generations(5, limit=3)] == [6, 8]  # a run of three records, and no more
+        assert [entry.id for entry in log.generations(5, limit=3)] == [6, 8]  # the skipped record counts in the limit
 
 
 def test_rounds_that_are_gone_make_a_damaged_record(path: Path) -> None:
@@ -152,13 +153,13 @@ def test_a_damaged_file_is_set_aside_and_what_can_be_read_is_kept(
     assert "set aside as records.db.damaged" in line
     now = whole(path)
     assert len(now) >= COUNT - 8
-    assert max(now) == COUNT + 1  # ids go on
+    assert max(now) == COUNT + 1  # ids continue
     for number, found in now.items():
         assert same(found, said(number)), number
     assert sorted(p.name for p in path.parent.iterdir()) == ["records.db", "records.db.damaged", "records.lock"]
     with LogWriter(path):
         pass
-    assert len(caplog.records) == 1  # said once
+    assert len(caplog.records) == 1  # reported once
 
 
 def test_a_damaged_write_ahead_log_does_not_end_before_its_end(path: Path, tmp_path: Path) -> None:
@@ -211,8 +212,8 @@ def test_a_log_that_is_moved_away_is_noticed_by_whoever_has_it_open(
         assert reader.count() == 0
         writer.write(said(COUNT + 2))
         assert writer.flush()
-        assert [entry.id for entry in reader.generations()] == [COUNT + 2]  # ids go on
+        assert [entry.id for entry in reader.generations()] == [COUNT + 2]  # ids continue
     assert any("moved or deleted" in record.getMessage() for record in caplog.records)
     assert sqlite3.connect(path).execute("PRAGMA integrity_check").fetchone() == ("ok",)
     assert sorted(whole(path)) == [COUNT + 2]
-    assert sorted(whole(away / "records.db")) == list(range(1, COUNT + 2))  # and what was moved is whole
+    assert sorted(whole(away / "records.db")) == list(range(1, COUNT + 2))  # the moved log is complete

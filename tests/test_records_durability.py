@@ -1,4 +1,4 @@
-"""Nothing that was acknowledged is lost: killed writers, full disks, vanished files."""
+"""No acknowledged record is lost by killed writers, full disks or vanished files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from adaptive.records.writer import LogWriter, WriterState, size_of
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and limits of POSIX")
 
-# Writes without end; after each flush it prints how many generations it has acknowledged.
+# Writes until it is killed; after each flush prints the number of acknowledged generations.
 WRITES_FOREVER = """
 import itertools, sys
 from pathlib import Path
@@ -40,7 +40,7 @@ def kill_while_writing(path: Path, seed: int) -> None:
     before = Log(path).count()
     process = start(WRITES_FOREVER, path)
     assert process.stdout is not None
-    process.stdout.readline()  # it is under way
+    process.stdout.readline()  # the process is writing now
     time.sleep(random.Random(seed).uniform(0, 0.15))
     process.send_signal(signal.SIGKILL)
     acknowledged = int((process.stdout.read().split() or ["3"])[-1])
@@ -49,7 +49,7 @@ def kill_while_writing(path: Path, seed: int) -> None:
         logged = list(log.generations())
         assert len(logged) - before >= acknowledged
         for number, found in enumerate(logged[before:], start=1):
-            assert same(found.generation, generation(number, tokens=200))  # whole, rounds and supervision included
+            assert same(found.generation, generation(number, tokens=200))  # complete, with rounds and supervision
     connection = connect(path)
     assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
     assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
@@ -69,7 +69,7 @@ def test_twenty_killed_writers_leave_a_log_with_every_acknowledged_generation(tm
         kill_while_writing(tmp_path / "records.db", 100 + seed)
 
 
-# RLIMIT_FSIZE makes the kernel refuse to let any file grow, as a full disk does; then it is lifted.
+# With RLIMIT_FSIZE the kernel refuses to let any file grow, as with a full disk; later the limit is lifted.
 FILLS_THE_DISK = """
 import resource, signal, sys
 from pathlib import Path
@@ -108,7 +108,7 @@ def test_a_full_disk_is_said_and_nothing_is_lost_once_there_is_room(tmp_path: Pa
     said = run_script(FILLS_THE_DISK, path)
     assert "cannot be written" in said
     assert "waiting in memory" in said
-    assert [g.generation.prompt[0] for g in Log(path).generations()] == list(range(7))  # in order, each once
+    assert [g.generation.prompt[0] for g in Log(path).generations()] == list(range(7))  # in order, without duplicates
 
 
 def fill(file: Path) -> None:
@@ -159,7 +159,7 @@ def test_what_waits_is_bounded_and_the_oldest_goes_first(tmp_path: Path) -> None
         assert f"{writer.lost} lost" in str(writer.problem)
         assert writer.state == WriterState(False, 7 - writer.lost, writer.stripped, writer.lost)
     assert writer.flush()
-    assert "could not be logged" in str(writer.problem)  # a loss stays said
+    assert "could not be logged" in str(writer.problem)  # the loss remains reported
     found = [g.generation for g in Log(path).generations()]
     assert [int(g.prompt[0]) for g in found] == [0, 0, 1, 2, 3, 4, 5][writer.lost :]
     assert writer.stripped >= len(found)
@@ -181,12 +181,12 @@ def test_supervision_is_dropped_before_any_text_is(tmp_path: Path) -> None:
     assert [int(g.prompt[0]) for g in found] == [0, 0, 1, 2, 3, 4, 5]
     without = [g.supervision is None for g in found]
     assert sum(without) == writer.stripped > 0
-    assert without == sorted(without, reverse=True)  # the oldest first
+    assert without == sorted(without, reverse=True)  # the oldest lose it first
     writer.close()
 
 
 class locked:  # noqa: N801, used as a function
-    """Holds the log's write lock, and leaves once the writer has met it."""
+    """Holds the log's write lock on entry until the writer has met it, and releases it on exit."""
 
     def __init__(self, path: Path, writer: LogWriter) -> None:
         self.other = sqlite3.connect(path, isolation_level=None)
@@ -234,7 +234,7 @@ def test_write_returns_while_the_disk_is_busy(tmp_path: Path) -> None:
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
     for number in range(20):
-        writer.write(generation(number))  # would wait schema.BUSY_S each if it wrote here
+        writer.write(generation(number))  # would wait schema.BUSY_S each if `write` itself wrote
     assert not writer.flush(timeout_s=0.05)
     assert Log(path).count() == 0
     other.execute("ROLLBACK")

@@ -1,4 +1,4 @@
-"""The figures of history, against examples worked by hand."""
+"""Figures of ``history`` against examples worked by hand."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_an_adapters_acceptance_is_of_what_its_draft_drafted(tmp_path: Path) -> 
         (first, *_), found, drafters = log.generations(), history(log.figures()), log.by_drafter()
     assert first.generation.rounds == WITH_HISTORY
     of_adapter, of_nobody = found.rows
-    # Three of the four tokens of the draft, then three of three, then one of two; behind what did not stand nothing.
+    # Accepted tokens of the draft: 3 of 4, 3 of 3, 1 of 2; behind a rejected history token nothing counts.
     stats = of_adapter.speculation
     assert (stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_draft_tokens) == (4, 13, 7)
     assert of_adapter.tokens_per_round == 1 + 22 / 7  # over all rounds, whoever drafted
@@ -113,7 +113,7 @@ def test_a_log_in_which_history_counted_as_the_draft_is_summed_up_anew(tmp_path:
     with Log(path) as log:
         before, drafters = list(log.figures()), log.by_drafter()
     assert [one.own is None for one in before] == [False, True, False]
-    old = sqlite3.connect(path, isolation_level=None)  # as the version before wrote it
+    old = sqlite3.connect(path, isolation_level=None)  # as the previous version wrote it
     old.execute("ALTER TABLE rounds DROP COLUMN first")
     old.execute("ALTER TABLE figures DROP COLUMN own")
     old.execute(f"PRAGMA user_version={MIGRATIONS.index(tell_drafters_apart)}")
@@ -173,7 +173,7 @@ def test_without_a_drafting_round_nothing_is_claimed() -> None:
 
 
 def test_a_position_after_a_rejection_is_unobserved_not_rejected() -> None:
-    # (3, 0) says nothing of positions 2 and 3, (3, 1) nothing of 3, (1, 1) nothing beyond its only token.
+    # (3, 0) does not judge positions 2 and 3, (3, 1) not position 3, (1, 1) none beyond its only token.
     found = acceptance_by_position(count_rounds(rounds((3, 0), (3, 1), (3, 3), (1, 1), (3, 2), (0, 0))))
     assert [(p.position, p.observed, p.accepted) for p in found] == [(1, 5, 4), (2, 3, 2), (3, 2, 1)]
     assert [p.acceptance for p in found] == [4 / 5, 2 / 3, 1 / 2]
@@ -182,7 +182,7 @@ def test_a_position_after_a_rejection_is_unobserved_not_rejected() -> None:
 
 
 def test_chosen_lengths_and_the_forecast_stand_beside_what_came_of_them() -> None:
-    # Ten timed tokens in a second each, of which the controller expected two seconds.
+    # Ten timed tokens in one second each, where the controller expected two seconds.
     found = history([figures(1, None, (0, 0), (3, 1)), figures(2, None, (1, 1), (0, 0))])
     assert found.lengths == (2, 1, 0, 1)
     assert [p.mean_draft_length for p in found.series] == [1.5, 0.5]
@@ -201,7 +201,7 @@ def test_a_point_of_the_series_never_mixes_two_adapters() -> None:
     points = series(said, points=2)
     assert [(p.first_id, p.last_id, p.adapter) for p in points] == [(1, 4, None), (5, 5, None), (6, 8, "0001")]
     assert [p.acceptance_rate for p in points] == [0.5, 0.5, 1.0]
-    assert {p.tokens_per_second for p in points} == {5.0}  # the first token belongs to the prompt's time
+    assert {p.tokens_per_second for p in points} == {5.0}  # the first token's time belongs to the prompt
     (swap,) = swaps(said)
     assert (swap.generation, swap.before, swap.after) == (6, None, "0001")
 
@@ -228,7 +228,7 @@ def test_the_log_gives_the_same_figures_as_the_rounds_themselves(tmp_path: Path)
 
 
 def test_an_answer_of_one_token_has_no_speed() -> None:
-    """Its token came out of the prompt's pass; the moment until it was shown is no time of decoding."""
+    """Its token comes from the prompt's pass; the time until it is shown is not decoding time."""
     one = GenerationFigures(1, "s", 1.7e9, None, 1, 1e-6, 0.0, ())
     assert history([one]).totals.tokens_per_second is None
     assert series([one])[0].tokens_per_second is None

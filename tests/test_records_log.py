@@ -1,4 +1,4 @@
-"""The log: what goes in comes out, old files are migrated, what is purged is gone."""
+"""The log: records are read as they were written, old files are migrated, purged text is gone."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_log_that_does_not_exist_is_empty_and_stays_away(path: Path) -> None:
     assert log.purge(everything=True) == 0
     assert not path.exists()
     filled(path, [generation()])
-    assert log.count() == 1  # and is found once it is there
+    assert log.count() == 1  # the log is found once it exists
 
 
 def test_a_session_resumes_from_its_latest_answer(path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_version_1_file_is_migrated_with_its_records(path: Path) -> None:
 
 def test_a_log_of_a_newer_version_is_refused(path: Path) -> None:
     filled(path, [generation()])
-    newer = connect(path)  # which has changed a table: with those of today, the number alone is damage
+    newer = connect(path)  # with changed tables: a newer number alone would count as damage
     newer.execute("ALTER TABLE generations ADD COLUMN mood TEXT")
     newer.execute("PRAGMA user_version=99")
     with pytest.raises(AdaptiveError, match="newer adaptive"):
@@ -173,7 +173,7 @@ def test_a_file_that_is_no_log_is_refused_in_one_line_and_set_aside_by_who_write
     with pytest.raises(AdaptiveError, match=r"^log .*records.db is damaged .*check --repair") as caught:
         Log(path).count()
     assert "\n" not in str(caught.value)
-    with LogWriter(path) as writer:  # an assistant that starts sets it aside
+    with LogWriter(path) as writer:  # an assistant that starts sets the file aside
         writer.write(generation())
     assert Log(path).count() == 1
     assert path.with_name("records.db.damaged").read_bytes() == content
@@ -267,7 +267,7 @@ def test_purge_says_so_when_a_reader_keeps_the_old_bytes(path: Path, monkeypatch
     with pytest.raises(AdaptiveError, match="purge again"):
         log.purge(everything=True)
     reader.execute("COMMIT")
-    assert log.purge(everything=True) == 0  # deleted the first time; now the traces go
+    assert log.purge(everything=True) == 0  # the first purge deleted the records; this one removes their traces
     assert path.with_name("records.db-wal").stat().st_size == 0
 
 
@@ -330,7 +330,7 @@ def test_old_records_and_those_beyond_a_size_are_deleted_only_where_that_is_aske
         assert 0 < len(kept) < 60
         assert kept[-1] == 202
         assert len(log.figures()) == len(kept)
-    for number in range(100):  # what was freed is used again
+    for number in range(100):  # freed space is reused
         with LogWriter(path, keep=Keep(gigabytes=whole / 4 / 1e9)) as writer:
             writer.write(generation(number, created=now, tokens=60))
     assert path.stat().st_size < 1.2 * whole

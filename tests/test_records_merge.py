@@ -1,4 +1,4 @@
-"""Logs of several machines become one: each record once, whole, and the logs that were read as they were."""
+"""Logs of several machines become one: each record once and complete, and the source logs stay unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXTS: dict[tuple[int, ...], str] = {}
 
 
 def said(number: int, **changes: Any) -> Generation:
-    """A generation whose text is that of its tokens, by ``decode``."""
+    """A generation whose text is ``decode`` of its tokens."""
     made = dataclasses.replace(generation(number), **changes)
     tokens = tuple(made.output.tolist())
     TEXTS[tokens] = f"{TEXTS.get(tokens, '')}<s>{made.text}</s>"

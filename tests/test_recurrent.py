@@ -1,4 +1,4 @@
-"""Models with recurrent and convolutional state: what is drafted and taken back leaves no trace in them."""
+"""Models with recurrent and convolutional state: rolled-back tokens leave no trace in the state."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ TYPES: dict[str, dict[str, Any]] = {
     "falcon_h1": {"num_hidden_layers": 2},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
 }
-# The same between other layers; a delta rule with a decay for each channel, a selective scan, and time steps with a
-# limit that transformers applies in prompts only.
+# The same among other layers; a delta rule with a decay for each channel, a selective scan, and a limit on time steps
+# that transformers applies in prompts only.
 OTHERS: dict[str, dict[str, Any]] = {
     "qwen3_next": RECURRENT,
     "granitemoehybrid": RECURRENT,
@@ -42,7 +42,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 class Case:
-    """A model as target, itself as draft, and a draft that agrees now and then."""
+    """A model as target and as its own draft, and a draft that agrees with it now and then."""
 
     def __init__(self, name: str) -> None:
         self.ours = name.endswith(OURS)
@@ -55,7 +55,7 @@ class Case:
 
 
 def engine_of(model: Any, ours: bool) -> TransformersEngine:
-    """By our own forward or by transformers'."""
+    """An engine with our own forward or with transformers'."""
     if not ours:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(engine, "cpu_forward", lambda *given, **named: None)
@@ -76,8 +76,8 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*TYPES, *OTHERS, "qwen3_5_moe_text", "mamba2"])
 def test_ten_prompts_of_two_hundred_tokens(name: str, tmp_path: Path) -> None:
-    """Each said, said again and gone on with after an edit, at every length, without an adapter on the draft and with
-    one, which changes what it drafts."""
+    """Each prompt is answered, answered again and continued after an edit, at every length, with and without an adapter
+    that changes the draft."""
     ours = name.endswith(OURS)
     model = tiny_model(name.removesuffix(OURS), **{**TYPES, **OTHERS}.get(name, {}))
     target, draft = engine_of(model, ours), engine_of(noisy(model), ours)
@@ -131,14 +131,14 @@ def test_greedy_output_equals_target_alone(case: Case, length: int | None) -> No
 
 
 def test_a_target_that_drafts_for_itself_is_always_right(case: Case) -> None:
-    """Its draft is rolled back too, after single steps."""
+    """This draft is rolled back too, after single steps."""
     greedy = Greedy(case.target, case.target, 4)
     assert greedy.say(case.prompt, TOKENS) == case.expected
     assert greedy.accepted == 1
 
 
 def test_nothing_is_fed_twice_within_an_answer(case: Case) -> None:
-    """No pass makes up for a rollback: the target is fed each committed token once, and what was drafted in vain."""
+    """Rollbacks need no extra passes: the target is fed each committed token and each rejected token once."""
     greedy = Greedy(case.target, case.draft, 4)
     greedy.say(case.prompt, TOKENS)
     rejected = sum(outcome.drafted - outcome.accepted for outcome in greedy.rounds)
@@ -147,8 +147,8 @@ def test_nothing_is_fed_twice_within_an_answer(case: Case) -> None:
 
 
 def test_a_rollback_that_keeps_the_state_is_found(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above hold the state, and not only that tokens come: one that is not taken back changes the answer, and
-    the check at loading finds it."""
+    """Proves that the tests above cover the state: without a rollback of the state the answer changes, and the check at
+    loading finds it."""
 
     def wrong(self: State, length: int) -> None:
         self.length = self._done = length
@@ -165,7 +165,7 @@ def test_a_rollback_that_keeps_the_state_is_found(case: Case, monkeypatch: pytes
     monkeypatch.setattr(State, "rollback", wrong)
     monkeypatch.setattr(States, "rollback", ours_wrong)
     assert Greedy(case.target, case.draft, 4).say(case.prompt, TOKENS) != case.expected
-    if case.ours:  # which is not tried at loading
+    if case.ours:  # no check at loading
         return
     other = engine_of(case.model, ours=False)
     other.check()
@@ -205,7 +205,7 @@ def test_a_copied_beginning_goes_on_alone(case: Case) -> None:
 
 
 def whole_chunks(length: int) -> int:
-    """How many of the tokens our forward has applied to a state, at most."""
+    """The largest number of a text's tokens that our forward has applied to its state."""
     found = library()
     assert found is not None
     return length // found.chunk * found.chunk
@@ -236,7 +236,7 @@ def test_after_a_verdict_the_state_is_that_of_the_accepted_tokens(case: Case) ->
         if accepted:
             straight.extend(prompt_of(6)[:accepted], accepted)
         assert kept.length == straight.length
-        if case.ours:  # which applies tokens to a state a whole chunk at a time
+        if case.ours:  # our forward applies tokens to a state by whole chunks
             for sequence in (kept, straight):
                 sequence.extend(prompt_of(20), 1)
         for one, other in zip(state_of(kept.cache), state_of(straight.cache), strict=True):  # type: ignore[union-attr]
@@ -259,6 +259,6 @@ def test_memory_of_states_is_bounded_and_counted(case: Case) -> None:
     assert sequence.memory.total == found[-1] + sequence.memory.keys > found[-1] > 0
     assert sequence.memory.checkpoints > 0
     assert found[-1] == found[-2]
-    # The state, two marks, checkpoints; and the inputs of the last pass, at most as wide as what the model is given.
+    # The state, two marks, checkpoints; and the inputs of the last pass, at most as wide as a layer's inputs.
     inputs = 16 * 8 * case.model.config.hidden_size * 4 * 6
     assert found[-1] <= (3 + CHECKPOINTS) * one_state + inputs * case.model.config.num_hidden_layers

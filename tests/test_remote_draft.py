@@ -1,4 +1,4 @@
-"""A draft behind a draft server changes no token, whatever it says and whenever it goes away."""
+"""A draft server changes no token, whatever it proposes and whenever it disappears."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ SETTINGS = {"target": str(BUNDLED / "target"), "dtype": "float32"}
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test is judged by a time."""
+    """No timeout decides a test."""
     monkeypatch.setattr(drafting, "LINE_S", 30.0)
     monkeypatch.setattr(drafting, "UNKNOWN_S", 30.0)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DraftServer]:
-    """Of the bundled draft."""
+    """A server of the bundled draft."""
     one = DraftServer(tmp_path_factory.mktemp("draft-server"))
     yield one
     one.stop()
@@ -57,13 +57,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DraftServer]:
 
 @pytest.fixture(scope="module")
 def pair(server: DraftServer) -> Pair:
-    """The bundled target, and the draft there."""
+    """The bundled target, and the draft on that server."""
     return load_pair(load_settings({**SETTINGS, "draft": server.url}))
 
 
 def tokens(assistant: Assistant, prompt: str, sampling: SamplingParams, most: int) -> list[int]:
-    """An answer's, whose reader waits behind the first one until the draft server has read the prompt: else a short
-    answer is over before that."""
+    """The tokens of an answer. The reader waits after the first one until the draft server has read the prompt, since a
+    short answer would end before that."""
     stop, remote, found = StopParams(max_new_tokens=most, ignore_eos=True), assistant.pair.remote, []
     for step in assistant.chat([Message("user", prompt)], sampling, stop):
         found.append(step.token)
@@ -76,7 +76,7 @@ def tokens(assistant: Assistant, prompt: str, sampling: SamplingParams, most: in
 def accepted_while_equal(
     pair: Pair, prompts: list[str], sampling: SamplingParams, policy: LengthPolicy, most: int
 ) -> int:
-    """Tokens of the draft's that were accepted in answers that are those of the target alone."""
+    """Number of accepted draft tokens, in answers checked to be those of the target alone."""
     plain, drafted, accepted = Assistant(pair, FixedLength(0), None), Assistant(pair, policy, None), 0
     for prompt in prompts:
         assert tokens(drafted, prompt, sampling, most) == tokens(plain, prompt, sampling, most)
@@ -124,7 +124,7 @@ def test_the_whole_loop_samples_from_the_target(models: tuple[TransformersEngine
 
 
 class Holder:
-    """What a conversation is told by."""
+    """Identifies a conversation."""
 
 
 PROMPT_HOLDER = Holder()
@@ -138,7 +138,7 @@ def body(
     more: tuple[int, ...] = (),
     parents: Any = None,
 ) -> bytes:
-    """A proposal, of whose first distribution some numbers are others."""
+    """The bytes of a proposal; ``first`` replaces numbers of its first distribution."""
     rows = [row.copy() for row in ROWS]
     for token, number in (first or {}).items():
         rows[0][token] = number
@@ -223,7 +223,7 @@ def fails(handler: Any, asked: bytes) -> None:
 
 
 def endless(handler: Any, asked: bytes) -> None:
-    """More than anybody wants."""
+    """An answer without an end."""
     handler.send_response(200)
     handler.end_headers()
     while True:
@@ -251,7 +251,7 @@ def test_a_server_that_says_nonsense_is_not_listened_to_and_said_once(
         right = tokens(plain, prompts[0], sampling, 60)
         assert tokens(assistant, prompts[0], sampling, 60) == right
         assert assistant.last is not None
-        if answer is no_distribution:  # greedy: the tokens are looked at alone
+        if answer is no_distribution:  # greedy decoding reads the tokens alone
             assert remote.figures.proposals > 0
             assert len(tokens(assistant, prompts[0], SamplingParams(temperature=0.7), 60)) == 60
         else:
@@ -284,7 +284,7 @@ def test_a_server_that_is_too_slow_is_waited_for_no_longer_than_a_pass_is_worth(
 
 
 def test_drafting_goes_on_where_the_server_comes_back(server: DraftServer, pair: Pair, prompts: list[str]) -> None:
-    """Another process at the same address knows nothing of the conversation, and is told all of it."""
+    """A new process at the same address does not hold the conversation, so the whole of it is sent again."""
     assert pair.remote is not None
     real, away = pair.remote, [False]
     import httpx

@@ -1,4 +1,4 @@
-"""Replay says what speculative decoding would do, without the target: compared with doing it."""
+"""Replay predicts speculative decoding without the target; here it is compared with real decoding."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def greedy_example(target: PreTrainedModel, prompt: list[int], length: int, limi
 def speculative_rounds(
     accepts: Callable[[list[int], int], bool], example: Example, draft_length: int, known_limit: bool
 ) -> tuple[int, int]:
-    """Accepted tokens and rounds of decoding ``example``, one step at a time, as the loop does it."""
+    """Accepted tokens and rounds of decoding ``example`` step by step, as the loop does."""
     output = example.output.tolist()
     done, accepted, rounds = 1, 0, 0
     while done < len(output):
@@ -75,7 +75,7 @@ def speculative_rounds(
 def test_greedy_replay_equals_decoding_step_by_step(draft_length: int, limited: bool) -> None:
     target, draft = llama(0, layers=2), llama(1)
     examples = [greedy_example(target, [seed, 4 - seed], 20 + seed, limited) for seed in range(5)]
-    # A few positions where the draft is right, so that rounds of every length happen.
+    # At a few positions the draft is made right, so that rounds of every length occur.
     rng = np.random.default_rng(0)
     found = replay(draft, examples)
     for example, one in zip(examples, found, strict=True):
@@ -106,18 +106,18 @@ def test_expected_rounds_of_several_generations_do_not_mix() -> None:
 
 
 def test_a_further_step_of_a_draft_takes_its_own_row() -> None:
-    """Against every outcome of a short text, one by one."""
+    """Against all outcomes of a short text, enumerated."""
     rng = np.random.default_rng(1)
     one = Replay(1, "", rng.random((3, 5)).astype(np.float32), limited=False)
     wanted = dict.fromkeys(("accepted", "rounds"), 0.0)
 
     def follow(position: int, step: int, probability: float) -> None:
-        """Every way from here on; ``step`` tokens of this round's draft stand."""
+        """Enumerate all continuations from here; ``step`` tokens of this round's draft were accepted."""
         if position == 5:
             return
         if step == 0:
             wanted["rounds"] += probability
-        if step == 4:  # the draft is at its end, the target adds a token
+        if step == 4:  # the draft has ended, and the target adds a token
             follow(position + 1, 0, probability)
             return
         stands = float(one.acceptance[min(step, 2), position])
@@ -159,7 +159,7 @@ def place(ids: list[int]) -> int:
     ],
 )
 def test_sampled_replay_agrees_with_really_running_the_acceptance_rule(params: SamplingParams) -> None:
-    """Over texts made by speculative sampling itself, replayed acceptance averages to what was accepted."""
+    """Over texts made by speculative sampling, the mean of replayed acceptance is the mean of real acceptance."""
     target, draft = llama(0, layers=2), llama(1)
     generator = torch.Generator().manual_seed(0)
     uniform = Uniform(generator)
@@ -201,7 +201,7 @@ def sampled_example(prompt: list[int], output: list[int], chosen: list[float], p
 
 
 def test_sampled_acceptance_averages_to_the_overlap_of_the_distributions() -> None:
-    """At one position, exactly: the mean over x ~ p of min(1, q(x) / p(x)) is sum min(p, q)."""
+    """Exact at one position: the mean over x ~ p of min(1, q(x) / p(x)) is sum min(p, q)."""
     target, draft = llama(0, layers=2), llama(1)
     params = SamplingParams(temperature=0.8)
     p, q = (transform_logits(next_logits(m, [3, 4, 0])[None], params)[0].softmax(-1) for m in (target, draft))

@@ -1,7 +1,7 @@
-"""What a person sees, kept as text: the main commands and the chat, at three widths, in a dumb terminal and through a
-pipe.
+"""Screens as a user sees them, kept as text: the main commands and the chat, at three widths, in a dumb terminal and
+through a pipe.
 
-Figures that depend on the machine are masked. After a change that is meant: ``UPDATE_SCREENS=1 pytest -n 0
+Figures that depend on the machine are masked. After an intended change run ``UPDATE_SCREENS=1 pytest -n 0
 tests/test_screens.py``, then read the difference.
 """
 
@@ -32,9 +32,9 @@ from cli.talk import Talk
 SCREENS = Path(__file__).parent / "screens"
 WIDTHS = (60, 80, 200)
 TMUX = shutil.which("tmux")
-# Lines of a terminal; more than any screen has.
+# Lines of a terminal; more than any screen needs.
 HEIGHT, TALL = 60, 120
-# Seconds for a chat to be there on a busy machine.
+# Seconds until a chat must be ready on a busy machine.
 START_S = 120
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[()][A-Z0-9]|\x1b[=>]|\r")
 MASKED = (
@@ -52,7 +52,7 @@ COMMANDS = (
     ("adapters", "show", "7"),
     ("records", "purge"),
 )
-# Runs them one after the other as the console script does, in one process, since starting one takes most of the time.
+# Runs the commands one after another as the console script does, in one process, since starting one is slow.
 PLAY = f"""
 import sys
 from cli.main import run
@@ -88,11 +88,11 @@ def environment(term: str) -> dict[str, str]:
 
 
 def plain(text: str) -> str:
-    """As lines without colours and without spaces at their ends; sizes, speeds and names by chance masked."""
+    """``text`` without colours and trailing spaces; sizes, speeds and random names are masked."""
     screen = "\n".join(line.rstrip() for line in ESCAPES.sub("", text).splitlines()).strip() + "\n"
     for figure, masked in MASKED:
         screen = re.sub(figure, masked, screen)
-    # Where this line breaks depends on how long the speed is, and who drafted on how long looking took.
+    # The line break depends on the length of the speed, and the drafter on the time that lookups took.
     return re.sub(r"# tokens/s[^›]*?(?:no\s+draft|as\s+fast\s+as\s+plain)", _decoded, screen)
 
 
@@ -102,7 +102,7 @@ def _decoded(said: re.Match[str]) -> str:
 
 
 def compare(name: str, screen: str) -> None:
-    """A screen as it was kept, or keep it."""
+    """Compare a screen with the kept one, or keep it under UPDATE_SCREENS."""
     file = SCREENS / f"{name}.txt"
     if os.environ.get("UPDATE_SCREENS"):
         SCREENS.mkdir(exist_ok=True)
@@ -121,7 +121,7 @@ def test_the_main_commands_in_a_terminal(here: Path, width: int, term: str) -> N
     if term == "dumb":
         assert "\x1b" not in said
     screen = plain(said)
-    # An error is one line, whatever the width, and so is what was typed here.
+    # An error is one line at any width, and so is the command.
     drawn = [line for line in screen.splitlines() if not line.startswith(("adaptive: ", "$ "))]
     assert max(map(len, drawn)) <= width
     assert not re.search(r"\bnan\b|\bNone\b|\b1 (generations|answers|adapters)\b", screen)
@@ -140,7 +140,7 @@ def test_the_main_commands_through_a_pipe(here: Path) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_last_table_of_the_demo(width: int) -> None:
-    """Whose labels are whole at any width, each on one line from 80 columns on."""
+    """Its labels are complete at any width, each on one line from 80 columns on."""
     rounds = [Round("model", 4, kept, 0.01, 0.02) for kept in (0, 1, 4, 2)]
     counted = {"tokens": 11_000, "seconds": 4.0, "rounds": rounds}
     made = (("draft distilled", "draft", "0001"), ("head from nothing, 280 answers", "head", "0001"))
@@ -174,7 +174,7 @@ class Terminal:
     def resize(self, width: int) -> None:
         self._run("resize-window", "-x", str(width), "-y", str(TALL))
         name = self._run("display-message", "-p", "#{pane_tty}").strip()
-        with open(name, "rb", buffering=0) as tty:  # tmux tells the program only a while later
+        with open(name, "rb", buffering=0) as tty:  # tmux informs the program only later
             deadline = time.monotonic() + START_S
             while os.get_terminal_size(tty.fileno()).columns != width:
                 assert time.monotonic() < deadline, "the terminal keeps its width"
@@ -188,7 +188,7 @@ class Terminal:
         return plain(self._run("capture-pane", "-p"))
 
     def until(self, there: Callable[[str], bool]) -> None:
-        """Wait for a screen of which this is true."""
+        """Wait for a screen for which ``there`` is true."""
         deadline = time.monotonic() + START_S
         while not there(screen := self.screen):
             assert time.monotonic() < deadline, screen
@@ -198,13 +198,13 @@ class Terminal:
         subprocess.run([*self._tmux, "kill-server"], capture_output=True, check=False)
 
 
-# What the model of these chats says, whatever it is asked.
+# The answer of the chats' model to any question.
 SAID = (
     "## A plan\nBegin with **one** small `step` that you could finish before lunch, since many hours go into what "
     "nobody asked for."
 )
 OPTIONS = ("--draft", "none", "--dtype", "float32", "--temperature", "0", "--no-record")
-# What is typed, a line each, and what stands above the next prompt then.
+# Typed lines, each with a text that must then stand above the next prompt.
 SCENES = {
     "questions": (
         ("What now?", "# tokens/s"),
@@ -250,7 +250,7 @@ SCENES = {
 
 
 def started(folder: Path) -> Path:
-    """A folder with what the chats need: the model, and a conversation that fills its context."""
+    """Save the files of the chats in ``folder``: the model, and a conversation that fills its context."""
     save_model_that_says(SAID, folder / "says")
     long = Talk("Be brief.")
     for number in range(100):
@@ -272,14 +272,14 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
 
 
 def answered(screen: str, shown: str | None) -> bool:
-    """Whether this stands on the screen, and after it what is typed next."""
+    """Whether ``shown`` is on the screen with a prompt for the next input after it."""
     if shown is None:
         return screen.endswith("\n…\n")
     return shown in " ".join(screen.split()) and screen.rstrip().endswith(("\n›", "[Y/n]"))
 
 
 @pytest.mark.skipif(TMUX is None, reason="tmux is not here")
-@pytest.mark.xdist_group("screens")  # by one process, which starts one chat
+@pytest.mark.xdist_group("screens")  # one xdist worker, since it starts one chat
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_chat_in_a_terminal(chat: Terminal, width: int) -> None:
     chat.resize(width)

@@ -1,4 +1,4 @@
-"""A seed means the same text, whatever is drafted; and over all seeds, texts have the target's distribution."""
+"""A seed gives the same text, whatever is drafted; and over all seeds texts have the target's distribution."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def test_over_all_seeds_the_whole_loop_samples_from_the_target(
     if way == "tensors":
         monkeypatch.setattr(TransformersSequence, "fused", None)
         monkeypatch.setattr("adaptive.sampling.sampling_kernels", lambda: None)
-        runs //= 2  # eight times as slow; the kernels are held to the very choices of these tensors below
+        runs //= 2  # eight times as slow; a test below checks that the kernels make the same choices as tensors
     assert p_value(run_loop(models, params, 2, runs, seeded=True), exact_distribution(models[0], params)) > 0.001
 
 
 def always_the_drafts(
     p: torch.Tensor, drafted: list[int], seed: int, position: int, queued: object = None
 ) -> verify.Verdict:
-    """A rule that lets every drafted token stand."""
+    """A rule that accepts every drafted token."""
     choice = race(p, seed, position)
     return verify.Verdict(len(drafted), [*drafted, int(choice[-1])], p.max(-1).values.log())
 
 
 def without_positions(seed: int, position: int) -> tuple[int, int]:
-    """Keys of a seed alone."""
+    """Keys that depend on the seed alone."""
     return KEYS_OF(seed, 0)
 
 
@@ -72,7 +72,7 @@ def test_a_broken_coupling_fails_the_same_test(
         monkeypatch.setattr(verify, "verify_seeded", always_the_drafts)
     else:
         monkeypatch.setattr(noise_module, "keys_of", without_positions)
-    # What is so wrong shows in a quarter of the runs.
+    # An error this large shows in a quarter of the runs.
     assert (
         p_value(run_loop(models, PARAMS[1], 2, RUNS // 4, seeded=True), exact_distribution(models[0], PARAMS[1]))
         < 0.001
@@ -82,7 +82,7 @@ def test_a_broken_coupling_fails_the_same_test(
 def test_noise_is_exponential_and_that_of_two_places_is_independent() -> None:
     rows = noise(7, 100, 40, 5000, CPU)
     assert kstest(rows.flatten().numpy(), "expon").pvalue > 0.001
-    # In 10 by 10 cells of the same probability: one place and the next, one seed and the next, one token and the next.
+    # In 10 by 10 cells of equal probability: neighbouring positions, neighbouring seeds, neighbouring tokens.
     for one, other in ((rows[:-1], rows[1:]), (rows, noise(8, 100, 40, 5000, CPU)), (rows[:, :-1], rows[:, 1:])):
         cells = [(-torch.expm1(-part) * 10).long().flatten() for part in (one, other)]
         assert chisquare(torch.bincount(cells[0] * 10 + cells[1], minlength=100).numpy()).pvalue > 0.001
@@ -123,14 +123,14 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One that changes what the draft says."""
+    """An adapter that changes the draft's output."""
     return save_random_adapter(BUNDLED / "draft", tmp_path_factory.mktemp("adapter") / "0001")
 
 
 def answers(
     pair: Pair, length: str, adapter: Path | None, prompts: list[str], temperature: float, tokens: int, seed: int = 0
 ) -> tuple[list[list[int]], int]:
-    """The tokens of an answer to each prompt, each with a seed of its own; and how many drafted ones were accepted."""
+    """The tokens of an answer to each prompt, each with its own seed; and the number of accepted draft tokens."""
     settings = load_settings({"draft_length": length})
     assistant = Assistant(pair, length_policy(settings), None)
     if adapter is not None:
@@ -149,13 +149,14 @@ def answers(
 def same_text(
     pair: Pair, adapter: Path, prompts: list[str], temperature: float, tokens: int, lengths: tuple[str, ...]
 ) -> None:
-    """Every length, with and without the adapter, says what the target alone says. ``-s`` shows what was compared."""
+    """Check that every length, with and without the adapter, gives the target's own output. ``-s`` shows the
+    comparisons."""
     expected, _ = answers(pair, "0", None, prompts, temperature, tokens)
     print(
         f"\n{pair.target.weights}, temperature {temperature}: {len(prompts)} prompts, {sum(map(len, expected))} tokens"
     )
     for length in lengths:
-        # Nothing is drafted at length 0: without an adapter, that is what the others are compared with.
+        # Length 0 drafts nothing, and without an adapter it is the reference itself.
         for used in (adapter,) if length == "0" else (None, adapter):
             said, accepted = answers(pair, length, used, prompts, temperature, tokens)
             assert said == expected, f"length {length}, adapter {used is not None}"
@@ -165,7 +166,7 @@ def same_text(
 
 
 def keeps_its_promise(pair: Pair) -> bool:
-    """Whether a row's logits do not depend on the rows beside it: with our kernels, and nearly in float32."""
+    """Whether a row's logits are independent of the rows beside it: with our kernels, and nearly so in float32."""
     return sampling_kernels() is not None or pair.target.weights == "float32"
 
 
@@ -185,7 +186,7 @@ def test_a_seed_means_the_same_text_whatever_is_drafted(
 def test_a_seed_means_the_same_text_on_the_models_own_forward_too(
     adapter: Path, prompts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By tensors, without the kernels; and with penalties, which are not in the one call."""
+    """By tensors, without the kernels; and with penalties, which the one-call path does not support."""
     plain = load_pair(load_settings({"dtype": "float32", "device": "cpu", "threads": 1}))
     expected, _ = answers(plain, "4", None, prompts[:3], 0.8, 30)
     monkeypatch.setattr("adaptive.engines.hf.engine.cpu_forward", lambda *_, **__: None)
@@ -219,7 +220,7 @@ def test_without_a_seed_every_answer_is_another(pair: Pair, prompts: list[str]) 
 @pytest.mark.long
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_two_hundred_prompts(pair: Pair, adapter: Path, temperature: float) -> None:
-    """``python -m pytest -m long -n 0 -s tests/test_seeded.py``."""
+    """Run: ``python -m pytest -m long -n 0 -s tests/test_seeded.py``."""
     import json
 
     files = sorted((BUNDLED / "prompts").glob("*.jsonl"))

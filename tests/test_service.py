@@ -28,11 +28,11 @@ from adaptive.settings import load_settings
 
 KEY = "correct-horse"
 ASKED = [{"role": "user", "content": "Tell me a story about a small boat."}]
-# Never ends by itself.
+# An answer that does not end by itself.
 ENDLESS: dict[str, Any] = {"max_tokens": 800, "extra_body": {"ignore_eos": True}}
 
 
-# By one process, which starts one server.
+# One xdist worker runs these tests, since it starts one server.
 pytestmark = pytest.mark.xdist_group("service")
 
 
@@ -118,7 +118,7 @@ def test_chats_behind_one_system_message_are_two_sessions(server: Server, client
             said = {"role": "assistant", "content": answer.choices[0].message.content}
             chat += [said, {"role": "user", "content": "And then?"}]
             cached, read = answer.usage.prompt_tokens_details.cached_tokens, answer.usage.prompt_tokens
-    assert cached > read - 40  # the last of them: all turns before
+    assert cached > read - 40  # the last question found all earlier turns in the cache
     with Log(server.records) as log:
         assert [one.generations for one in log.sessions()[:2]] == [2, 2]
 
@@ -154,7 +154,7 @@ def test_logprobs_are_those_of_the_target(client: openai.OpenAI) -> None:
     answer = ask(client, logprobs=True, top_logprobs=3)
     content = answer.choices[0].logprobs.content
     assert len(content) == answer.usage.completion_tokens
-    # Greedy: every token is the likeliest one.
+    # Greedy: every token is the most likely one.
     assert all(entry.token == entry.top_logprobs[0].token for entry in content)
     assert all(entry.logprob <= 0 for entry in content)
 
@@ -165,7 +165,7 @@ def test_a_stream_carries_the_logprobs_of_the_whole_answer(client: openai.OpenAI
     streamed = [entry for c in chunks if c.logprobs for entry in c.logprobs.content]
     assert [entry.token for entry in streamed] == [entry.token for entry in whole]
     for one, other in zip(streamed, whole, strict=True):
-        assert one.logprob == pytest.approx(other.logprob, abs=2e-2)  # a prompt found in the cache rounds differently
+        assert one.logprob == pytest.approx(other.logprob, abs=2e-2)  # logits after a cached prompt round differently
         assert len(one.top_logprobs) == 3
     raw = client.completions.create(model="any", prompt="Once upon", max_tokens=6, logprobs=2, stream=True)
     tokens = [c.choices[0].logprobs for c in raw if c.choices and c.choices[0].logprobs]
@@ -177,7 +177,7 @@ def test_what_cannot_be_served_is_refused_by_name(client: openai.OpenAI) -> None
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
     assert ask(client, tools=[tool], tool_choice="none").choices
     refused = {
-        "tools": [tool],  # the bundled model's template has no place for them
+        "tools": [tool],  # the bundled model's template has no place for tools
         "functions": [tool["function"]],
         "parallel_tool_calls": "perhaps",
         "response_format": {"type": "json_schema"},
@@ -248,7 +248,7 @@ def test_a_client_that_goes_away_ends_its_answer(server: Server, client: openai.
     with pytest.raises(openai.APITimeoutError):
         ask(impatient, n=8, **ENDLESS)
     until_idle(server)
-    # A fast machine finishes some of the eight in time.
+    # A fast machine finishes some of the eight before the client gives up.
     assert "cancelled" in ends(server)[len(before) :]
 
 
@@ -359,13 +359,13 @@ def test_a_killed_server_starts_again_with_every_answer_it_gave(tmp_path: Path) 
     one = Server(home).wait_until_ready()
     client = openai.OpenAI(base_url=f"{one.url}/v1", api_key="none", max_retries=0, timeout=60)
     try:
-        # Without a key only this machine's own names are answered to.
+        # Without a key the server answers only to the names of this machine.
         for refused in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
             said = httpx.get(f"{one.url}/slots", headers=refused, timeout=60)
             assert said.status_code == 403
             assert "--api-key-file FILE" in said.json()["error"]["message"]
         given = [ask(client, seed=n).choices[0].message.content for n in range(3)]
-        if TABLES[0].exists():  # answers are for this user's programs, as which this test runs
+        if TABLES[0].exists():  # answers are shown only to programs of the same user, such as this test
             shown = httpx.get(f"{one.url}/adaptive/answers", timeout=60).json()["answers"]
             assert len(shown) == len(given)
         stream = ask(client, stream=True, **ENDLESS)
@@ -391,8 +391,8 @@ def test_a_killed_server_starts_again_with_every_answer_it_gave(tmp_path: Path) 
 
 
 def test_what_a_server_writes_is_sent_at_once() -> None:
-    """With the system's default, the first token of an answer on a kept connection waits for an acknowledgement of the
-    headers, which takes 40 ms."""
+    """With the system's default the first token of an answer on a kept connection waits 40 ms for an acknowledgement of
+    the headers."""
     at_once: list[int] = []
 
     async def connect() -> None:

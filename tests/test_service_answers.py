@@ -1,4 +1,5 @@
-"""Single answers at a real server: who drafted their tokens, forgetting them for good, and what the page follows."""
+"""Single answers at a real server: which drafter proposed their tokens, deleting them for good, and the page's
+events."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from adaptive.service.peers import TABLES, same_user
 from adaptive.types import Round
 
 KEY = "correct-horse"
-pytestmark = pytest.mark.xdist_group("service_answers")  # by one process, which starts one server
+pytestmark = pytest.mark.xdist_group("service_answers")  # one xdist worker, since it starts one server
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def http(server: Server) -> Iterator[httpx.Client]:
 
 
 def chat(http: httpx.Client, *said: str, session: str) -> dict[str, Any]:
-    """The answer to a chat in which person and model take turns."""
+    """The answer to a chat of alternating user and model messages."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
     body = {"messages": messages, "max_tokens": 24}
     answer = http.post("/v1/chat/completions", json=body, headers={"X-Session-Id": session})
@@ -78,7 +79,7 @@ def test_an_answer_shows_which_of_its_tokens_were_drafted(http: httpx.Client) ->
     told = {name: one["accepted"] for name, one in given["drafters"].items() if one["accepted"]}
     assert accepted == told
     assert sum(accepted.values()) == given["timings"]["draft_n_accepted"] > 0
-    assert whole["tokens"][0]["drafter"] is None  # from the prompt's own pass
+    assert whole["tokens"][0]["drafter"] is None  # comes from the prompt's own pass
 
 
 def test_a_stream_says_of_each_token_whether_it_was_drafted_when_it_is_asked_to(http: httpx.Client) -> None:
@@ -157,7 +158,7 @@ def test_a_connection_of_another_user_is_told_from_one_of_this_user(family: sock
         if os.getuid() != 0:
             pytest.skip("only root can be another user")
         child = os.fork()
-        if child == 0:  # another user's program, which connects and waits to be told that it was seen
+        if child == 0:  # another user's program, which stays connected until it has been checked
             os.setuid(65534)
             socket.create_connection((host, port)).recv(1)
             os._exit(0)
@@ -169,7 +170,7 @@ def test_a_connection_of_another_user_is_told_from_one_of_this_user(family: sock
 
 @pytest.mark.thorough
 def test_the_page_is_told_what_changes_and_a_server_that_ends_ends_its_streams(server: Server) -> None:
-    """The last test of this file: the server is gone after it."""
+    """Must be the last test of this file: it stops the server."""
     with server.http() as http, server.http() as other, http.stream("GET", "/adaptive/events") as stream:
         names: list[str] = []
         asked = False
@@ -188,4 +189,4 @@ def test_the_page_is_told_what_changes_and_a_server_that_ends_ends_its_streams(s
         assert sizes["memory"][0]["bytes"] > 50e6
         began = time.monotonic()
         assert server.stop() == 0
-        assert time.monotonic() - began < 8  # a stream that went on would hold it for 12 s
+        assert time.monotonic() - began < 8  # an open stream would delay the end by 12 s

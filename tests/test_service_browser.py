@@ -1,4 +1,4 @@
-"""The pages in a real browser: they draw, fit every screen, show text as text, and their buttons do what they say."""
+"""The pages in a real browser: they draw, fit every screen, show text as text, and their buttons work."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ CHROMIUM = next((found for name in ("chromium", "google-chrome") if (found := sh
 DRIVER = shutil.which("chromedriver")
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="chromium with chromedriver is not here"),
-    pytest.mark.xdist_group("service_browser"),  # by one process, which starts one server and one browser
+    pytest.mark.xdist_group("service_browser"),  # one xdist worker, since it starts one server and one browser
 ]
 
-# Nothing but the pages is asked for.
+# The browser fetches nothing but the pages.
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
@@ -45,13 +45,13 @@ FLAGS = (
 DESKTOP, PHONE = (1280, 1000), (390, 844)
 KEY = "correct-horse"
 PROMPTS = ("Tell me a story.", "Name three colours.", "What is seven plus five?")
-# Seconds for what takes a few on an idle machine.
+# Timeout in seconds of work that takes a few on an idle machine.
 PATIENCE_S = 60
 
 
 @pytest.fixture(scope="module")
 def elsewhere() -> Iterator[str]:
-    """The origin of another site, with a page that shows nothing."""
+    """The origin of another site, with an empty page."""
 
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -96,7 +96,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def until(what: Callable[[], bool]) -> None:
-    """Wait for it. What the page has replaced between two looks is looked for again."""
+    """Wait until ``what`` is true. Elements that the page replaces meanwhile are looked up again."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         with contextlib.suppress(exceptions.StaleElementReferenceException):
@@ -107,7 +107,7 @@ def until(what: Callable[[], bool]) -> None:
 
 
 def show(browser: Any, size: tuple[int, int], scheme: str) -> None:
-    """A screen of this size, light or dark."""
+    """Emulate a screen of this size, light or dark."""
     metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size == PHONE}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
@@ -127,7 +127,7 @@ def test_the_dashboard_draws_fits_a_phone_and_its_buttons_promote_and_roll_back(
         return str(browser.find_element("css selector", css).value_of_css_property("background-color"))
 
     browser.get(server.url)
-    # The page asks for the key before it has any data, and takes a wrong one for what it is.
+    # The page asks for the key before it shows any data, and rejects a wrong one.
     until(lambda: bool(browser.find_elements("css selector", "#key:not([hidden])")))
     assert text("#answers") == "–"
     field = browser.find_element("css selector", "#key input")
@@ -138,9 +138,9 @@ def test_the_dashboard_draws_fits_a_phone_and_its_buttons_promote_and_roll_back(
     until(lambda: text("#answers") == str(len(PROMPTS)))
     until(lambda: len(browser.find_elements("css selector", ".plot svg[role=img]")) >= 4)
     until(lambda: len(browser.find_elements("css selector", "#answers-list > li")) == len(PROMPTS))
-    # What is not there yet says when it will be.
+    # A figure without data says when it will have some.
     until(lambda: "when a training run has ended" in text("#costs"))
-    # Whole positions on the axes of answers and positions.
+    # Whole numbers on the axes of answers and positions.
     labels = [one.text for one in browser.find_elements("css selector", "#positions svg text[text-anchor=middle]")]
     assert labels[: len(labels) - 1] == [str(n) for n in range(1, len(labels))]
 
@@ -158,13 +158,13 @@ def test_the_dashboard_draws_fits_a_phone_and_its_buttons_promote_and_roll_back(
     browser.find_element("css selector", f"[data-promote='{name}']").click()
     until(lambda: f"{name} in use" in text("#adapters"))
     assert store.current_id() == name
-    # The engine follows: the page names the adapter that drafts now.
+    # The engine follows: the page names the adapter now in use.
     until(lambda: f"adapter {name}" in text("#now"))
     browser.find_element("css selector", "#rollback").click()
     until(lambda: "rolled back" in text("#adapters"))
     assert store.current_id() is None
     until(lambda: "no adapter" in text("#now"))
-    # The header says what the last answer was decoded by, as the server does.
+    # The header describes the decoding of the last answer as the server does.
     with server.http() as http:
         for tokens in (2, 40):
             http.post("/v1/completions", json={"prompt": "Once", "max_tokens": tokens, "ignore_eos": True})
@@ -180,7 +180,7 @@ def test_the_dashboard_draws_fits_a_phone_and_its_buttons_promote_and_roll_back(
 
 
 def nothing_went_wrong(browser: Any) -> None:
-    """No script failed, and nothing was asked for that is not there."""
+    """Check that no script failed and no missing resource was requested."""
     severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     assert all("401" in entry["message"] for entry in severe), severe
 
@@ -206,7 +206,7 @@ def test_an_answer_shows_who_drafted_its_tokens_and_is_forgotten_after_a_questio
         return browser.find_element("css selector", f"#answers-list > li:first-child {css}")
 
     until(lambda: bool(browser.find_elements("css selector", "#answers-list > li")))
-    until(lambda: first(".asked").text == MARKUP)  # as it was typed
+    until(lambda: first(".asked").text == MARKUP)  # as typed
     first(".asked").click()
     until(lambda: bool(browser.find_elements("css selector", ".whole .said")))
     shown = first(".said").get_property("textContent")
@@ -271,7 +271,7 @@ def test_the_chat_streams_stops_edits_regenerates_and_marks_what_was_drafted(ser
     def done() -> bool:
         return one("#send").is_displayed() and bool(all_of("#talk .assistant"))
 
-    # It asks for the key, and goes on with it.
+    # The page asks for the key, then continues with it.
     until(lambda: one("#key").is_displayed())
     one("#key input").send_keys(f"{KEY}\n")
     until(lambda: one("#model").text == "bundled" and not one("#key").is_displayed())
@@ -287,7 +287,7 @@ def test_the_chat_streams_stops_edits_regenerates_and_marks_what_was_drafted(ser
     assert browser.title == "bundled"
     assert not all_of("#talk img, #talk b")
 
-    # Another answer to the same question takes the place of the first.
+    # A regenerated answer replaces the first.
     all_of("#talk .assistant button")[0].click()
     until(lambda: done() and "tokens accepted" in one("#talk .assistant .note").text)
     assert len(all_of("#talk .assistant")) == len(all_of("#talk .user")) == 1
@@ -295,7 +295,7 @@ def test_the_chat_streams_stops_edits_regenerates_and_marks_what_was_drafted(ser
         asked = [one["asked"] for one in http.get("/adaptive/answers?limit=2").json()["answers"]]
     assert asked == [MARKUP, MARKUP]
 
-    # An edited question is asked in place of the first, and what came after it is gone.
+    # An edited question replaces the first, and everything after it is gone.
     say("And now?")
     until(lambda: done() and len(all_of("#talk .assistant")) == 2)
     all_of("#talk .user button")[0].click()
@@ -306,7 +306,7 @@ def test_the_chat_streams_stops_edits_regenerates_and_marks_what_was_drafted(ser
     until(lambda: done() and "accepted" in one("#talk .assistant .note").text)
     assert [item.text for item in all_of("#talk .user .text")] == ["Name three colours."]
 
-    # The page remembers it, and a new chat begins empty.
+    # The page remembers the chat, and a new chat begins empty.
     browser.refresh()
     until(lambda: len(all_of("#talk .assistant")) == 1)
     one("#new").click()
@@ -321,7 +321,7 @@ def test_the_chat_streams_stops_edits_regenerates_and_marks_what_was_drafted(ser
 def test_a_chat_that_is_stopped_keeps_what_was_said(server: Server, browser: Any) -> None:
     open_with_key(browser, f"{server.url}/chat")
     browser.execute_script("document.getElementById('new').click()")
-    # The page asks for no more than its question: a long answer comes from a long question.
+    # No earlier answer may be running when SLOW makes the page's next one endless.
     with server.http() as http:
         assert http.get("/slots").json()[0]["is_processing"] is False
     browser.execute_script(SLOW)
@@ -335,7 +335,7 @@ def test_a_chat_that_is_stopped_keeps_what_was_said(server: Server, browser: Any
     assert kept
 
 
-# Has the page ask for an answer without an end.
+# Makes the page request an answer without an end.
 SLOW = """
 const before = window.fetch
 window.fetch = (path, options) => {

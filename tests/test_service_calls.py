@@ -1,4 +1,4 @@
-"""Calls of tools and thoughts in OpenAI's responses, whole and streamed, and in the chats that clients send back."""
+"""Tool calls and thoughts in OpenAI's responses, whole and streamed, and in chats that clients send back."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_whole_response_and_a_stream_carry_the_same() -> None:
     assert choices[-1]["finish_reason"] == "tool_calls"
 
 
-# Of a model that writes arguments as tags: a call is told when it is whole.
+# A model that writes arguments as tags: a call is streamed only once it is complete.
 SHOWN = "<tool_call> <function="
 
 
@@ -114,7 +114,7 @@ def test_a_stream_says_so_while_a_long_call_is_made(monkeypatch: pytest.MonkeyPa
         async def decode() -> None:
             events.put_nowait(Piece(0, "Look. <tool_call><function=write><parameter=text>"))
             for _ in range(20):
-                await asyncio.sleep(0.02)  # never silent for long, and nothing to tell
+                await asyncio.sleep(0.02)  # pieces keep coming, but there is nothing to send
                 events.put_nowait(Piece(0, "x"))
             events.put_nowait(Piece(0, "</parameter></function></tool_call>"))
             events.put_nowait(Done())
@@ -186,7 +186,7 @@ EFFORT = ROLES + "({{ reasoning_effort }})"
         (THINKS, {"response_format": {"type": "json_object"}, "enable_thinking": True}, "(True)"),
         (EFFORT, {"reasoning_effort": "high"}, "(high)"),
         (EFFORT + "{# <|channel|> <|message|> #}", {"reasoning_effort": "minimal"}, "(low)"),
-        (ROLES, {"reasoning_effort": "high"}, "Hello"),  # nothing to tell it by
+        (ROLES, {"reasoning_effort": "high"}, "Hello"),  # the template has no switch for it
         (ROLES, {"enable_thinking": False}, "Hello"),
     ],
 )

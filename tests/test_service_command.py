@@ -1,4 +1,4 @@
-"""``adaptive service``: what is written for systemd and launchd, and what they are told."""
+"""``adaptive service``: the files written for systemd and launchd, and the commands run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ VERIFY = shutil.which("systemd-analyze")
 
 @pytest.fixture
 def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """A user of this machine with a systemctl that notes what it is told, which this gives; it fails at "fail"."""
+    """A Linux user with a fake systemctl; returns a function that lists the arguments it was called with. It fails
+    while the file "told.fail" exists."""
     tools, told = tmp_path / "bin", tmp_path / "told"
     tools.mkdir()
     script = f'#!/bin/sh\necho "$*" >> {told}\n[ -e {told}.fail ] && echo "no bus" >&2 && exit 1\necho active\n'
@@ -56,7 +57,7 @@ def test_it_is_written_started_shown_and_removed(
     assert subprocess.run([*shlex.split(program), "--version"], capture_output=True, check=True).stdout
     told = [line.removeprefix("--user ") for line in manager()]
     assert told == ["daemon-reload", "enable adaptive", "restart adaptive"]
-    assert "ADAPTIVE_HOME" in err  # which a service does not have
+    assert "ADAPTIVE_HOME" in err  # a service does not inherit it
 
     assert adaptive("service", "status")[:2] == (0, f"{unit(tmp_path)}: active\n")
     assert adaptive("service", "remove")[0] == 0
@@ -144,7 +145,7 @@ def test_systemd_takes_the_unit_with_any_path_in_it(tmp_path: Path) -> None:
     assert (code, said) == (0, "")
     with pytest.raises(AdaptiveError, match="cannot be started by systemd"):
         unit_of([str(tmp_path / 'adaptive"e')])
-    # It does complain where something is wrong.
+    # It does complain about a real problem.
     file.write_text(unit_of([str(tmp_path / "nothing")]))
     assert verify()[0] != 0
 
@@ -157,7 +158,7 @@ def test_launchd_is_given_the_command_word_by_word(tmp_path: Path, monkeypatch: 
     written = plistlib.loads(agent.file.read_bytes())
     assert written["ProgramArguments"] == ["/opt/a b/adaptive", "serve", "--name", "<x> & $HOME"]
     assert written["KeepAlive"] == {"SuccessfulExit": False}
-    assert agent.state() == "unknown" or sys.platform == "darwin"  # there is no launchctl to ask
+    assert agent.state() == "unknown" or sys.platform == "darwin"  # launchctl does not exist here
     assert Systemd().file.name == "adaptive.service"
 
 

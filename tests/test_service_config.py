@@ -1,4 +1,4 @@
-"""``adaptive config show`` says where each value came from, and never a key."""
+"""``adaptive config show`` names the source of each value, and never shows a key."""
 
 from __future__ import annotations
 

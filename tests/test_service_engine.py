@@ -1,4 +1,4 @@
-"""What the engine thread says to the trainer, and what its queue keeps."""
+"""Reports of the engine thread to the trainer, and what its queue keeps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def job(tokens: int, emit: Callable[[Event], None] = lambda event: None, client:
 
 
 class Heard:
-    """A listener that keeps what it was told."""
+    """A listener that keeps the last report."""
 
     def __init__(self) -> None:
         self.last = ""
@@ -71,7 +71,7 @@ def test_idle_is_not_said_when_a_request_has_just_come(own_home: Path) -> None:
             done.set()
 
     class JustThen(Heard):
-        """Asks at the very moment when the engine says that nobody waits."""
+        """Submits a request at the moment when the engine reports that it is idle."""
 
         def idle(self) -> None:
             if not self.last:
@@ -170,6 +170,6 @@ def test_who_goes_away_before_their_turn_leaves_nothing_in_the_queue() -> None:
     assert len(gone) == 1000
     assert len(queue) == 1
     assert queue.take(0) is staying
-    staying.cancel()  # it has begun: nobody's queue is shorter for it
+    staying.cancel()  # it was taken from the queue, so cancelling it does not shorten any queue
     assert len(gone) == 1000
     assert queue.take(0) is None

@@ -1,4 +1,4 @@
-"""Each family's way of writing calls and thoughts: read however the text comes, and forced by a grammar."""
+"""Each family's notation of tool calls and thoughts: parsed however the text is split, and enforced by a grammar."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OSLO = ("weather", {"city": "Oslo"})
 
 @dataclass(frozen=True)
 class Family:
-    """A piece of a chat template that shows the family, one of its answers, and what is in that."""
+    """A piece of a chat template that identifies the family, one of its answers, and the parts of that answer."""
 
     shown: str
     answer: str
@@ -159,7 +159,7 @@ def test_an_answer_is_sorted_out_however_it_comes(family: Family, size: int) -> 
 
 @SHOWN_AS
 def test_an_answer_is_sorted_out_by_its_tokens(family: Family) -> None:
-    """Marks that are special tokens, which a text leaves out, and the others."""
+    """For marks that are special tokens, which decoded text omits, and for other marks."""
     known = tokenizer(family.shown, family.special)
     reading = reading_of(known, TOOLS)
     stream = TextStream(known, marks=reading.marks(known))
@@ -179,7 +179,7 @@ def test_a_call_comes_as_soon_as_it_is_whole(name: str) -> None:
 @SHOWN_AS
 @pytest.mark.parametrize("size", [1, 7])
 def test_a_stream_tells_calls_as_they_are_written(family: Family, size: int) -> None:
-    """Where their arguments are JSON in the answer; the other families' come whole."""
+    """Only where the answer's arguments are JSON; other families' arguments come in one piece."""
     reader = Reading(format_of(family.shown), tuple(TOOLS)).reader(partial=True)
     calls: list[tuple[str, str]] = []
     rest: list[Part] = []
@@ -189,7 +189,7 @@ def test_a_stream_tells_calls_as_they_are_written(family: Family, size: int) -> 
             if isinstance(part, CallBegins):
                 calls.append((part.call.name, ""))
             elif isinstance(part, Arguments):
-                assert len(part.text) <= size + 1  # and a brace before it
+                assert len(part.text) <= size + 1  # at most one added brace
                 calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
             elif isinstance(part, Call):
                 calls.append((part.name, part.arguments))
@@ -264,7 +264,7 @@ ENDS = ('"', "}", "\n</parameter>\n", "</arg_value>\n", '<|"|>', "<escape>")
 
 
 def forced_at_random(family: Family, several: bool, rng: random.Random) -> tuple[str, str, list[tuple[str, Any]]]:
-    """What a model says that knows nothing and may only call."""
+    """The answer of a model that picks random tokens and is forced to call."""
     known = tokenizer(family.shown, family.special)
     reading = reading_of(known, TOOLS)
     marks = reading.marks(known)
@@ -273,7 +273,7 @@ def forced_at_random(family: Family, several: bool, rng: random.Random) -> tuple
     assert isinstance(end, int)
     constraint = Grammars(known, len(known), frozenset([end])).constraint(grammar)
     stream, pieces, token = TextStream(known, marks=marks), [], -1
-    # What ends a text is tried now and then: a token at random is nearly always a letter of it.
+    # Ends of strings are tried now and then, since a random token nearly always continues a string.
     closing = [known.encode(text, add_special_tokens=False) for text in ENDS]
     meant: list[int] = []
     while token != end:

@@ -1,4 +1,4 @@
-"""A real server measures what a round costs in quiet moments, and gives way to a request."""
+"""A real server measures the costs of a round while it is idle, and interrupts that for a request."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from adaptive.settings import load_settings
 from adaptive.state import open_state
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-# Seconds for what takes two on an idle machine.
+# Timeout in seconds of work that takes two on an idle machine.
 PATIENCE_S = 120.0
 
 
 def leave_costs(home: Path, pair: Pair) -> Path:
-    """The file of a session that measured costs three days ago and knew nothing else."""
+    """Write the file of a session that measured costs three days ago and recorded nothing else."""
     costs = CostTable(0.0, 0.001, 0.0, tuple(0.004 + 0.001 * k for k in range(LONGEST + 1)), 1e-4, 1e-5, 0.0, 0)
     state = open_state(home, pair.identity.id)
     known = Acceptance(), Calibration()
@@ -35,11 +35,11 @@ def leave_costs(home: Path, pair: Pair) -> Path:
 
 @pytest.mark.thorough
 def test_costs_of_another_day_are_measured_anew_when_nobody_asks_and_no_request_waits_for_that(tmp_path: Path) -> None:
-    """Requests come with pauses in which a measurement begins: each interrupts it, and all are answered."""
+    """A measurement begins in each pause between requests; each request interrupts it, and all are answered."""
     pair = load_pair(load_settings({"dtype": "float32", "device": "cpu", "threads": 1}))
     file = leave_costs(tmp_path, pair)
     kept = json.loads(file.read_text(encoding="utf-8"))
-    # Its controller chooses the draft length, and it never trains.
+    # The server's controller chooses the draft length, and it never trains.
     server = Server(tmp_path, "--draft-length", "auto", "--distill", "off").wait_until_ready()
     said = set()
     try:

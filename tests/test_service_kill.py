@@ -1,4 +1,4 @@
-"""kill -9 of the server and of its training process: what was answered is in the log, and both go on by themselves."""
+"""kill -9 of the server and of its training process: given answers are in the log, and both recover by themselves."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from adaptive.records.log import Log
 from checkpoints.store import AdapterStore
 
 PATIENCE_S = 240.0
-# Seconds in which the server notices that its trainer is dead.
+# Seconds within which the server notices that its trainer is dead.
 NOTICED_S = 15.0
-# Answers that the first training round needs, and rounds from then on without a wait.
+# Answers that the first training round needs; later rounds start without a wait.
 ANSWERS = 90
 SETTINGS = "distill_after = 1\ndistill_idle_seconds = 0\ndistill = 'always'\n"
 
@@ -50,7 +50,8 @@ def prompts() -> list[str]:
 
 
 def check_whole(server: Server, given: Counter[tuple[str, str]]) -> str:
-    """The log holds every answer that was given, as often as it was given, each whole; the store is valid."""
+    """Check that the log holds every given answer as often as it was given, each complete, and that the store is
+    valid."""
     with Log(server.records) as log:
         logged = [entry.generation for entry in log.generations()]
     kept = Counter((g.prompt_text, g.text) for g in logged)
@@ -73,7 +74,8 @@ def training_process(server: Server) -> psutil.Process | None:
 
 
 def kill_the_trainer(server: Server, http: httpx.Client, rng: random.Random) -> str:
-    """At a random moment of a round, or of the next one where this one is over first. Returns what it was doing."""
+    """Kill the trainer at a random moment of a round, or of the next one if this one ends first. Returns its activity
+    then."""
     over = ""
     while True:
         worker = until(lambda: training_process(server), server)
@@ -86,13 +88,13 @@ def kill_the_trainer(server: Server, http: httpx.Client, rng: random.Random) -> 
             if http.get("/adaptive/trainer").json()["crashes"]:
                 return str(over or doing)
             time.sleep(0.02)
-        # It had reported its round before it was killed, and that is no crash.
+        # The process had reported its round before it was killed, which does not count as a crash.
         over = "the round before had just ended"
         ask(http, "One more answer begins another round.", 0)
 
 
 def kill_while_answering(server: Server, rng: random.Random) -> None:
-    """Kill the server in the middle of an answer that streams."""
+    """Kill the server in the middle of a streamed answer."""
     body = {"prompt": "Once", "max_tokens": 800, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
         next(stream.iter_lines())
@@ -145,5 +147,5 @@ def test_a_server_that_is_still_loading_ends_when_it_is_told_twice(tmp_path: Pat
 def answers(server: Server) -> int:
     try:
         return httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code
-    except httpx.HTTPError:  # it does not listen yet
+    except httpx.HTTPError:  # not listening yet
         return 0

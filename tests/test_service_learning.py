@@ -1,4 +1,4 @@
-"""A served pair learns from what it is asked while nobody asks, and gets rid of a draft that is bad."""
+"""A served pair learns from its answers while it is idle, and drops a bad draft."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ask(http: httpx.Client, prompt: str) -> dict[str, Any]:
 
 
 def publish_random_adapter(store: AdapterStore, folder: Path, seed: int = 0, draft: Path = BUNDLED / "draft") -> str:
-    """An adapter that is bad, as a candidate; it fits the bundled draft, or another model."""
+    """Publish a bad adapter as a candidate, for the bundled draft or another model; returns its id."""
     made = save_random_adapter(draft, folder, seed, std=0.5)
 
     def write(place: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_server_learns_while_idle_and_rolls_a_forced_bad_adapter_back(tmp_path
     prompts = [json.loads(line)["prompt"] for line in lines[:ANSWERS]]
     settings = tmp_path / "adaptive.toml"
     settings.write_text(f"distill_after = {ANSWERS}\ndistill_idle_seconds = 0.3\ndistill_nice = 0\n")
-    # All rounds are to be the draft's, though the same is asked again and again.
+    # The draft must draft all rounds, although the prompts repeat.
     options = ("--config", str(settings), "--dtype", "auto", "--history", "off")
     server = Server(tmp_path / "home", *options).wait_until_ready()
     try:
@@ -74,7 +74,7 @@ def test_a_server_learns_while_idle_and_rolls_a_forced_bad_adapter_back(tmp_path
 
             bad = publish_random_adapter(store, tmp_path / "bad")
             rounds = sum(ask(http, prompt)["speculative_decoding"]["num_spec_steps"] for prompt in prompts[:12])
-            assert rounds >= 60  # enough to know how good the draft in use is
+            assert rounds >= 60  # enough to estimate the acceptance of the draft in use
             store.promote(bad, "forced by the test")
             until(lambda: http.get("/props").json()["adapter"] == bad, server)
             rounds = 0
@@ -111,9 +111,9 @@ def test_an_adapter_promoted_in_the_middle_of_a_stream_is_used_in_it_and_the_tex
                         promoted = httpx.post(f"{server.url}/adaptive/adapters/{name}/promote", headers=JSON)
                         assert promoted.status_code == 200
                         until(lambda name=name: httpx.get(f"{server.url}/props").json()["adapter"] == name, server)
-                        assert httpx.get(f"{server.url}/slots").json()[0]["is_processing"]  # the answer goes on
+                        assert httpx.get(f"{server.url}/slots").json()[0]["is_processing"]  # the answer continues
             assert said == expected
-            assert chunk["adapter"] is None  # the one that the answer began with
+            assert chunk["adapter"] is None  # the adapter at the start of the answer
             assert server.said.count("now drafting with adapter") == 2
     finally:
         server.stop()

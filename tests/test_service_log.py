@@ -1,4 +1,4 @@
-"""A server writes the log, reads it for the dashboard and the trainer, and is read by other processes at once."""
+"""A server writes the log and reads it for the dashboard and the trainer while other processes read it."""
 
 from __future__ import annotations
 

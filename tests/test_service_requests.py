@@ -1,4 +1,5 @@
-"""What clients of other servers send is answered as there, and what nobody here meant to send does nothing."""
+"""Requests in the style of other servers are answered as there, and requests that nobody here sent on purpose have no
+effect."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from store_factory import published
 
 from adaptive.engines.cpu import kernels
 
-# By one process, which starts one server.
+# One xdist worker runs these tests, since it starts one server.
 pytestmark = pytest.mark.xdist_group("service_requests")
 
 FORGED = "me\n2026-01-01 00:00:00 INFO adapter 0009 is promoted \x1b]0;owned\x07"
@@ -60,7 +61,7 @@ def test_a_text_far_beyond_the_context_is_refused_before_it_is_tokenized(client:
     ):
         with pytest.raises(openai.BadRequestError, match="context"):
             send()
-    assert process.cpu_times().user - before < 5.0  # 25 s where all of it is tokenized
+    assert process.cpu_times().user - before < 5.0  # tokenizing all of it takes 25 s
 
 
 def test_without_being_told_four_are_answered_at_once(server: Server) -> None:
@@ -112,7 +113,7 @@ def test_a_request_that_any_page_of_this_machine_can_send_changes_nothing(server
         assert httpx.post(rollback, headers=headers, timeout=60).status_code == 415
         asked = httpx.post(f"{server.url}/v1/completions", headers=headers, content=b'{"prompt": "x"}', timeout=60)
         assert asked.status_code == 415
-    # A header that needs the server's leave first, which a page of another port does not get.
+    # This header needs a preflight, which the server refuses to a page of another port.
     asks = {**page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
     leave = httpx.options(rollback, headers=asks, timeout=60)
     assert leave.status_code >= 400
@@ -140,11 +141,11 @@ def test_only_pages_of_a_listed_origin_may_ask_and_read_without_a_key(server: Se
     answer = httpx.post(f"{server.url}/v1/completions", headers=page, json={"prompt": "x", "max_tokens": 2}, timeout=60)
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == LISTED
-    # What a page can send without asking first is refused to a listed one, too, and it may read why.
+    # A request without a preflight is refused even to a listed page, which may read the reason.
     form = httpx.post(f"{server.url}/v1/completions", headers=page, content=b'{"prompt": "x"}', timeout=60)
     assert form.status_code == 415
     assert form.headers["access-control-allow-origin"] == LISTED
-    # The name by which the server was called is looked at as ever.
+    # The Host header is checked as always.
     assert httpx.get(f"{server.url}/slots", headers={**page, "Host": "evil.example"}, timeout=60).status_code == 403
 
 

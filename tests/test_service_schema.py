@@ -1,4 +1,4 @@
-"""Requests made from the server's own OpenAPI description, right ones and wrong ones: never a failure of the server."""
+"""Valid and invalid requests generated from the server's own OpenAPI description never make the server fail."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from schemathesis.specs.openapi.checks import (  # noqa: E402
 )
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-# Requests made of each path, right and wrong ones each.
+# Requests of each path, valid and invalid ones each.
 EXAMPLES = 20
-# Of those that are translated to a chat, which is asked as often as that. Their bodies take long to make up.
+# The number for paths that translate to a chat, which has its own EXAMPLES; their bodies take long to generate.
 TRANSLATED = {"/v1/messages": 8, "/v1/responses": 8}
-# Paths that take the body of another one.
+# Paths with the same body as another path.
 SAME_BODY = {"/v1/messages/count_tokens", "/apply-template"}
 
-# Seconds after which an answer counts as one that never comes.
+# Seconds after which an answer counts as missing.
 PATIENCE_S = 60
-# An answer of this many tokens shows as much as a long one.
+# Tokens of an answer; long ones would show no more.
 FEW = 4
 LIMITS = {"n": 2, **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"), FEW)}
 
 
-# By one process, which starts one server.
+# One xdist worker runs these tests, since it starts one server.
 pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("service_schema")]
 
 
@@ -51,10 +51,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def cheap(body: Any) -> Any:
-    """The same request for short answers."""
+    """The same request with short answers."""
     if not isinstance(body, dict):
         return body
-    # -1 are llama-server's as many tokens as the context holds.
+    # In llama-server's API -1 means as many tokens as the context holds.
     limited = {
         name: most
         for name, most in LIMITS.items()
@@ -89,7 +89,7 @@ def test_no_request_of_the_description_makes_the_server_fail_or_hang(server: Ser
 
     for operation in (one for one in operations if one.path not in SAME_BODY):
         for mode in schemathesis.GenerationMode:
-            with contextlib.suppress(Unsatisfiable):  # a path without parameters cannot be asked wrongly
+            with contextlib.suppress(Unsatisfiable):  # a path without parameters has no invalid request
                 ask(operation, mode)
     assert statuses[200] > 0
     assert statuses[400] > 0

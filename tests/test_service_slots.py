@@ -1,4 +1,4 @@
-"""A server with several slots: every text is that of a lone request, whoever comes, goes or swaps meanwhile."""
+"""A server with several slots: every text equals that of a lone request, whatever else arrives, ends or is swapped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from adaptive.engines.cpu import kernels
 from adaptive.records.log import Log
 from checkpoints.store import AdapterStore
 
-# By one process, which starts one server.
+# One xdist worker runs these tests, since it starts one server.
 pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("service_slots")]
 
 PATIENCE_S = 120.0
@@ -54,7 +54,7 @@ def whole(server: Server, asked: dict[str, Any]) -> str:
 
 
 def stream(server: Server, asked: dict[str, Any], each: Callable[[int], bool] = lambda pieces: True) -> str:
-    """The text of a streamed answer, until ``each``, told how many pieces have come, has enough."""
+    """The text of a streamed answer, read until ``each`` returns false for the number of pieces so far."""
     text, pieces = "", 0
     with (
         httpx.Client(timeout=PATIENCE_S) as http,
@@ -84,14 +84,14 @@ def until_idle(server: Server) -> None:
 
 
 def logged(server: Server) -> Counter[tuple[str, str, str]]:
-    """Prompt, text and end of every record."""
+    """Prompt, text and finish reason of every record."""
     with Log(server.records) as log:
         found = [entry.generation for entry in log.generations(with_supervision=False)]
     return Counter((g.prompt_text, g.text, g.finish_reason) for g in found)
 
 
 def until_seen_busy(server: Server, slots: int, *asked: dict[str, Any]) -> None:
-    """Streams long answers until just ``slots`` slots are seen at work on them, then goes away."""
+    """Stream long answers until exactly ``slots`` slots are busy with them, then disconnect."""
     seen = threading.Event()
     with ThreadPoolExecutor(len(asked)) as pool:
         answers = [pool.submit(stream, server, one, lambda pieces: not seen.is_set()) for one in asked]
@@ -259,8 +259,8 @@ def test_a_swap_while_several_are_under_way_changes_no_text(server: Server, tmp_
 
 
 def kill_with_four_under_way(home: Path, turn: int) -> Counter[tuple[str, str, str]]:
-    """Starts a server, kills it while four long answers stream, at a random moment after four short ones have ended;
-    these, as the log has to have them."""
+    """Start a server and kill it while four long answers stream, at a random moment after four short ones have ended.
+    Returns the short ones as the log must hold them."""
     rng = random.Random(turn)
     one = Server(home, "--slots", "4", "--distill", "off").wait_until_ready()
     finished: list[tuple[str, str, str]] = []
@@ -294,7 +294,8 @@ def kill_with_four_under_way(home: Path, turn: int) -> Counter[tuple[str, str, s
 
 
 def kill_repeatedly(home: Path, times: int) -> None:
-    """What was finished in any turn is in the log after every turn, each record whole; the last server answers."""
+    """After every kill the log holds all answers finished so far, each record complete; finally a server still
+    answers."""
     finished: Counter[tuple[str, str, str]] = Counter()
     for turn in range(times):
         finished += kill_with_four_under_way(home, turn)
@@ -324,7 +325,7 @@ def test_twenty_kills_with_four_under_way_lose_nothing_that_was_finished(tmp_pat
 
 
 def test_where_no_joint_passes_are_made_there_is_one_slot_and_it_is_said(tmp_path: Path) -> None:
-    """float64 is computed by torch's operations, text by text."""
+    """float64 uses torch's operations, one text at a time."""
     one = Server(tmp_path / "home", "--slots", "auto", "--distill", "off", "--dtype", "float64").wait_until_ready()
     try:
         slots = get(one, "/health")["slots"]
@@ -336,7 +337,7 @@ def test_where_no_joint_passes_are_made_there_is_one_slot_and_it_is_said(tmp_pat
 
 
 def test_several_answers_to_one_request_are_made_at_once_where_slots_are_free(server: Server) -> None:
-    """And copy the prompt that the first has read. They are those that are made one after the other."""
+    """They share the prompt that the first has read, and equal answers made one after another."""
     asked = {**body(1), "n": 3}
     one_by_one = [whole(server, {**body(1), "seed": 1 + number}) for number in range(3)]
     until_idle(server)

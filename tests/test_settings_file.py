@@ -1,4 +1,4 @@
-"""A settings file that merely lies in the current folder chooses no model, runs no code and opens no door."""
+"""A settings file in the current folder alone selects no model, runs no code and opens no port."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOSTILE = 'target = "somebody/model"\ntrust_remote_code = true\n'
 
 
 def adaptive(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run where nobody can be asked."""
+    """Run ``adaptive`` without a terminal, so that it cannot ask."""
     command = [sys.executable, "-m", "cli.main", *arguments]
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
 
@@ -60,7 +60,7 @@ def test_a_server_does_not_ask_even_at_a_terminal(tmp_path: Path) -> None:
     server = pexpect.spawn(sys.executable, ["-m", "cli.main", "serve"], timeout=60, dimensions=(24, 400))
     server.expect(pexpect.EOF)
     assert b"[y/N]" not in server.before
-    assert b"trust_remote_code" in server.before  # which is what it is refused for
+    assert b"trust_remote_code" in server.before  # the reason of the refusal
     server.close()
     assert server.exitstatus == 2
 

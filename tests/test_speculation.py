@@ -1,4 +1,4 @@
-"""What is said about decoding is right about the answer before, in every place where it is said."""
+"""Every place that describes decoding describes the last answer correctly."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def ask(http: httpx.Client, tokens: int, prompt: str) -> dict[str, Any]:
 
 
 def held(server: Server, generation: int) -> dict[str, Any]:
-    """What ``/props`` must say after this answer, by its rounds in the log."""
+    """The figures that ``/props`` must show after this answer, from its rounds in the log."""
     with Log(server.records) as log:
         counts = next(g.rounds for g in log.figures() if g.id == generation)
     drafting = [c for c in counts if c.drafted]
@@ -88,7 +88,7 @@ def test_the_sentence_is_right_after_each_answer_of_a_session_that_drafts_and_do
             assert http.get("/props").json()["speculation"]["sentence"] == "nothing decoded yet"
             modes = set()
             for number in range(1, 13):
-                # Of two tokens the second is the answer's last: there is nothing left to draft.
+                # The second of two tokens ends the answer, so that nothing is left to draft.
                 ask(http, 2 if number % 3 else 20 + number, f"Story {number}. Once upon a time")
                 found = http.get("/props").json()["speculation"]
                 assert http.get("/slots").json()[0]["speculation"] == found

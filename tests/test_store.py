@@ -1,4 +1,4 @@
-"""The adapter store: what is promoted is used, what is damaged is not, and nothing in use is ever lost."""
+"""The adapter store: a promoted adapter is used, a damaged one is not, and nothing in use is ever lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from checkpoints.store import AdapterStore, DamagedAdapter
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """In memory: these tests flush thousands of small files."""
+    """In memory, since these tests flush thousands of small files."""
     with folder_in_memory() as folder:
         yield folder
 
@@ -137,7 +137,7 @@ def test_a_flipped_byte_is_said_in_one_line_and_the_last_good_one_is_used(tmp_pa
     assert "set aside as 0002.damaged; adapter 0001 is used" in problems[0]
     assert "\n" not in problems[0]
     assert AdapterStore(store.root).usable(BASE) == (manifest, [])
-    assert store.publish(write, NEW).id == "0003"  # the id of a set-aside adapter is not given again
+    assert store.publish(write, NEW).id == "0003"  # the id of a set-aside adapter is not reused
 
 
 @pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_config.json", "manifest.json"])
@@ -210,12 +210,12 @@ def test_an_adapter_of_another_draft_is_not_used(tmp_path: Path) -> None:
 
 def test_a_promotion_killed_before_current_has_not_happened(tmp_path: Path) -> None:
     store = published(tmp_path / "adapters", 2, promote=1)
-    store._write_status("0002", "promoted", "better")  # what a killed promotion leaves: the first of its steps
+    store._write_status("0002", "promoted", "better")  # the state of a promotion killed after its first step
     again = AdapterStore(store.root)
     assert again.current_id() == "0001"
     assert statuses(again) == ["promoted", "candidate"]
     store._write_status("0002", "promoted", "better")
-    store._write_previous(["0001"])  # or the first two
+    store._write_previous(["0001"])  # and after its second
     again = AdapterStore(store.root)
     assert again.current_id() == "0001"
     assert statuses(again) == ["promoted", "candidate"]
@@ -284,7 +284,7 @@ def test_leftovers_of_dead_processes_are_swept_and_of_living_ones_not(tmp_path: 
     dead, living = (store.root / writer.stdout.readline().strip() for writer in writers if writer.stdout)
     writers[0].kill()
     writers[0].wait()
-    # A process of another container has an id that says nothing here: only what it holds tells that it lives.
+    # Process ids of another container are meaningless here: only the lock that a process holds shows that it lives.
     AdapterStore(store.root)
     assert not dead.exists()
     assert living.exists()

@@ -19,10 +19,10 @@ from adaptive.errors import AdaptiveError
 from checkpoints.store import AdapterStore
 
 TESTS = Path(__file__).resolve().parent
-# Audit events of everything that changes a folder; opening a file counts where it is to be written.
+# Audit events of all changes of a folder; opening a file counts only if it is for writing.
 CHANGES = frozenset({"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "shutil.rmtree"})
 
-# Says what it is about to put in use and what it has put in use; is killed somewhere in between.
+# Prints which adapter it is about to put in use and which it has put in use, until it is killed.
 WORKER = """
 import random, sys
 from pathlib import Path
@@ -52,13 +52,13 @@ while True:
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """In memory: these tests flush thousands of small files."""
+    """In memory, since these tests flush thousands of small files."""
     with folder_in_memory() as folder:
         yield folder
 
 
 def check_valid(root: Path) -> AdapterStore:
-    """Whatever happened: each adapter whole, the one in use promoted, nothing half-done, and it goes on."""
+    """Check that each adapter is complete, the one in use is promoted, nothing is half-done, and publishing works."""
     store = AdapterStore(root)
     assert [path.name for path in root.glob(".tmp-*")] == []
     manifests = store.list()
@@ -75,7 +75,7 @@ def check_valid(root: Path) -> AdapterStore:
 
 
 def killed_at_random(root: Path, seed: int) -> None:
-    """Start a worker, kill it at a random moment of its work, and hold what it had said to what is there."""
+    """Start a worker, kill it at a random moment, and compare its reports with the store."""
     dice = random.Random(seed)
     command = [sys.executable, "-c", WORKER, str(root), str(seed)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=TESTS) as worker:
@@ -89,7 +89,7 @@ def killed_at_random(root: Path, seed: int) -> None:
     store = AdapterStore(root)
     there = max((int(m.id) for m in store.list()), default=0)
     assert there >= max(int(words[1]) for words in said if words[0] == "published")
-    # "None" is the plain draft, after a rollback of the only one.
+    # "None" is the plain draft, after a rollback of the only adapter.
     possible = [words[1] for words in said if words[0] == "current"][-1:]
     if said[-1][0] == "promoting":
         possible.append(said[-1][1])
@@ -197,7 +197,7 @@ for _ in range(5):
     assert [worker.returncode for worker in workers] == [0, 0, 0]
     assert sorted(names) == [f"{number:04d}" for number in range(1, 16)]
     store = check_valid(root)
-    # One chain: each of the fifteen was in use once, so fourteen rollbacks reach the first of them.
+    # One chain: each of the fifteen was in use once, so fourteen rollbacks reach the first.
     assert len({store.current_id(), *store._previous()}) == 15
 
 

@@ -1,4 +1,4 @@
-"""A target whose layers are read from disk computes what it does in memory, and says what is wrong with its file."""
+"""A target whose layers are read from disk computes the same as in memory, and defects of its file are reported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from adaptive.types import Round
 pytestmark = pytest.mark.skipif(library() is None, reason="the kernels were not built")
 
 TARGET = BUNDLED / "target"
-# Of the 60 MB that the bundled target takes in float32, and the 18 in int8: one or two layers of 16 stay.
+# Memory limits: the bundled target takes 60 MB in float32 and 18 in int8, so one or two of 16 layers stay.
 LITTLE: dict[Quantisation, str] = {"none": "20MB", "int8": "8MB"}
 
 
@@ -52,7 +52,7 @@ def packed_in(home: Path) -> Path:
 
 
 def logits_of(engine: TransformersEngine) -> list[torch.Tensor]:
-    """Of a prompt in several passes, a step, a tree whose path is kept, and a pass over two texts."""
+    """Logits after a prompt in several passes, a step, a tree whose path is kept, and a pass over two texts."""
     one, other = engine.sequence(), engine.sequence()
     found = [one.extend([(7 * i) % 400 + 3 for i in range(700)], 2), one.extend([11], 1)]
     found.append(one.extend([5, 6, 7, 8], 4, [-1, -1, 0, 2]))
@@ -227,7 +227,8 @@ def test_auto_drafts_trees_for_a_streamed_target_and_chains_for_one_in_memory() 
 
 
 def rounds(policy: NodesByCost, node_s: float, gain: float, count: int = 150) -> list[int]:
-    """The nodes of rounds that take a second and ``node_s`` for each node, of which twice as many add ``gain``."""
+    """The nodes chosen per round, where a round takes 1 s plus ``node_s`` per node, and doubling the nodes adds
+    ``gain`` accepted tokens."""
     found = []
     for _ in range(count):
         n = policy.next_length(1000)

@@ -1,4 +1,4 @@
-"""The index of history drafting: the compiled one and its plain twin say the same, which is what the texts say."""
+"""The index of history drafting: the compiled one and its Python twin agree, and are right about the texts."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_what_follows_ends_where_it_is_hardly_reached(
 def test_a_repeated_text_is_continued_and_a_longer_match_wins(make: type[PlainSuffixes]) -> None:
     index = make()
     add(index, 1, [*range(100, 140), 1, 2, 3])
-    add(index, 2, [130, 131, 138, 139, 9, 9, 9, 9])  # later, and a match of two tokens only
+    add(index, 2, [130, 131, 138, 139, 9, 9, 9, 9])  # a later match, but of two tokens only
     tokens, bins = index.follow(list(range(100, 140)))
     assert tokens == [1, 2, 3]
     assert bins[0] == 2 * LENGTHS + length_bin(LONGEST)
@@ -137,7 +137,7 @@ def test_the_majority_is_proposed_and_how_many_agree_is_told(make: type[PlainSuf
         add(index, number, [1, 2, 3, 4, last, 7])
     tokens, bins = index.follow([1, 2, 3, 4])
     assert tokens == [5, 7]
-    assert [b // LENGTHS for b in bins] == [1, 3]  # two of three, then both that are left
+    assert [b // LENGTHS for b in bins] == [1, 3]  # two of three agree, then both of the remaining two
 
 
 @pytest.mark.parametrize("make", [PlainSuffixes, suffixes])

@@ -1,4 +1,4 @@
-"""What the log keeps of the target's distribution is that distribution, however the rows came in."""
+"""The distribution that the log keeps is the target's, in whatever portions the rows arrive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adaptive.engines.load import sampling_kernels
 
 @pytest.fixture(params=["kernels", "torch"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Who reduces: this processor's kernels, or torch as where there are none."""
+    """The implementation that reduces rows: this processor's kernels, or torch as where there are none."""
     if request.param == "torch":
         monkeypatch.setattr("adaptive.decoding.supervision.sampling_kernels", lambda: None)
     elif sampling_kernels() is None:
@@ -39,8 +39,8 @@ def test_the_most_probable_tokens_are_kept_and_the_mass_of_the_rest(sizes: list[
 
 
 def test_kernels_and_torch_keep_the_same_however_rows_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sharp and flat rows, equal logits, masked tokens, a row with a logit that is no number; and rows by turns, every
-    other one of a kind that the kernels do not read."""
+    """Sharp and flat rows, equal logits, masked tokens, a row with a NaN logit; and rows that alternate with a dtype
+    that the kernels do not read."""
     if sampling_kernels() is None:
         pytest.skip("this processor has no kernels")
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""An adapter swapped in between two rounds of an answer: the text stays the target's, the figures stay apart."""
+"""An adapter swapped in between two rounds of an answer: the text stays the target's, and figures stay separate."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPT = "Once upon a time there was a small boat that"
 def session(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenedPair]:
     monkeypatch.setattr(swapper, "LOOK_S", 0.0)
     monkeypatch.setattr(swapper, "SLICE_S", 0.0)  # one step of a swap between two rounds
-    monkeypatch.setattr(loop, "BURST_S", 0.0)  # a round a burst
+    monkeypatch.setattr(loop, "BURST_S", 0.0)  # one round per burst
     settings = load_settings({"dtype": "float32", "draft_length": "4", "history": "off"})
     with open_pair(settings, Console(file=io.StringIO())) as opened:
         opened.assistant.between_rounds = opened.swapper.between_rounds
@@ -41,7 +41,7 @@ def session(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenedP
 
 
 def alone(session: OpenedPair) -> list[int]:
-    """What the target says without a draft."""
+    """The target's output without a draft."""
     policy, session.assistant.policy = session.assistant.policy, FixedLength(0)
     said = [step.token for step in session.assistant.complete(PROMPT, GREEDY, LONG, record=False)]
     session.assistant.policy = policy
@@ -70,13 +70,13 @@ def test_swaps_between_rounds_change_no_token_and_each_adapters_rounds_are_known
     rounds = assistant.last.rounds
     firsts = [first for _, first in assistant.drafted_by[1:]]
     assert all(rounds[first].drafted for first in firsts)
-    # In slices: each swap let the answer go on without a draft for some rounds.
+    # Swaps go in slices, so that each let the answer continue without a draft for some rounds.
     assert all(not rounds[first - 1].drafted for first in firsts)
     assert assistant.log is not None
     assert assistant.log.flush()
     with Log(session.state.records) as log:
         assert [g.generation.adapter for g in log.generations()] == [None]
-    # The caches of before are gone, so that the next answer is drafted from what this draft makes itself.
+    # Caches of the previous draft are gone, so the next answer is drafted from this draft's own.
     assert [step.token for step in assistant.complete(PROMPT, GREEDY, LONG)] == expected
 
 
@@ -92,7 +92,7 @@ def test_a_chat_credits_every_round_to_the_adapter_that_drafted_it(
             credited.append((adapter, len(rounds)))
 
     class Screen(io.StringIO):
-        """Promotes the adapter when part of the answer has been shown."""
+        """Promotes the adapter once part of the answer has been shown."""
 
         def write(self, text: str) -> int:
             if len(self.getvalue()) < 60 <= len(self.getvalue()) + len(text):

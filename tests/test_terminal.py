@@ -1,4 +1,4 @@
-"""What a terminal shows, narrow ones and none at all."""
+"""Terminal output in narrow terminals and without a terminal."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_version_is_the_installed_one() -> None:
 
 
 def test_a_log_line_is_written_above_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """rich takes the place of standard error while it draws one, later than the log was set up."""
+    """rich replaces standard error while it draws a bar, later than the log was set up."""
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(logging.getLogger("adaptive"), "level", logging.INFO)

@@ -1,4 +1,4 @@
-"""Streamed text is whole characters, equals the decoded answer, and ends before a stop string."""
+"""Streamed text consists of whole characters, equals the decoded answer, and ends before a stop string."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_text_ends_at_the_same_place_however_it_came_in_tokens() -> None:
 
 
 def by_bytes() -> PreTrainedTokenizerFast:
-    """As those of Llama 2: a token for a few words, the bytes of everything else, and no space before the text."""
+    """A tokenizer like Llama 2's: tokens for a few words, bytes for everything else, and no space before the text."""
     vocabulary = {token: i for i, token in enumerate(["<unk>", *(f"<0x{b:02X}>" for b in range(256)), *WORDS])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(

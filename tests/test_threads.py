@@ -1,4 +1,4 @@
-"""The number of threads of short passes follows what else the machine does."""
+"""The number of threads of short passes adapts to other load on the machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Seconds = Callable[[int], float]
 
 
 def passes(choice: ThreadChoice, count: int, seconds: Seconds, tokens: int = 1) -> list[int]:
-    """The threads chosen for ``count`` passes that take so long on so many threads."""
+    """The threads chosen for ``count`` passes that take ``seconds(threads)`` each."""
     chosen = []
     for _ in range(count):
         chosen.append(choice.choose(tokens))
@@ -26,7 +26,8 @@ def passes(choice: ThreadChoice, count: int, seconds: Seconds, tokens: int = 1) 
 
 
 def shared(rng: random.Random, one: float, all_: float, turn: float, share: float) -> Seconds:
-    """Passes beside a program that has one core: on all threads that ``share`` of them wait for its ``turn``."""
+    """Durations beside a program that occupies one core: a ``share`` of passes on all threads waits for its
+    ``turn``."""
     return lambda threads: one if threads == 1 else all_ + (turn if rng.random() < share else 0.0)
 
 
@@ -52,9 +53,9 @@ def test_threads_are_those_that_are_faster_now() -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("size", [1.0, 0.05, 10.0])
 def test_a_program_that_is_in_the_way_now_and_then_counts(size: float, seed: int) -> None:
-    """Most passes are faster on all threads, and still their mean is not."""
+    """Most passes are faster on all threads, but on average they are slower."""
     rng, one, all_ = random.Random(seed), 1.6e-3 * size, 1.0e-3 * size
-    # Its turns take as long as they do, whatever the size of a pass: what they cost is three times what is won.
+    # A turn's length does not depend on the size of a pass; waiting for turns costs three times what threads gain.
     share = min(0.4, 1.8e-3 * size / 12e-3)
     turn = 1.8e-3 * size / share
     busy = shared(rng, one, all_, turn, share)
@@ -62,7 +63,7 @@ def test_a_program_that_is_in_the_way_now_and_then_counts(size: float, seed: int
     took = sum(busy(threads) for threads in passes(choice, 8000, busy))
     best = 8000 * one
     assert took < 1.1 * best
-    # And where it costs less than is won, all threads stay.
+    # Where waiting costs less than threads gain, all threads stay.
     light = shared(rng, one, all_, turn / 9, share)
     passes(choice, 40_000, light)
     assert passes(choice, 4000, light).count(2) > 3600
@@ -70,7 +71,7 @@ def test_a_program_that_is_in_the_way_now_and_then_counts(size: float, seed: int
 
 def test_a_thread_that_has_to_be_woken_first_is_not_taken_for_a_slow_one() -> None:
     rng, choice, before, chosen = random.Random(0), ThreadChoice(2), 2, []
-    for _ in range(40):  # and the machine's speed changes
+    for _ in range(40):  # the machine's speed changes too
         pace = rng.choice([1.0, 1.3, 1.7])
         for _ in range(rng.randrange(100, 500)):
             threads = choice.choose(1)
@@ -94,20 +95,20 @@ def test_passes_over_other_numbers_of_tokens_begin_with_what_is_known() -> None:
     choice = ThreadChoice(2)
     passes(choice, 100, {1: 1e-3, 2: 20e-3}.__getitem__)
     assert choice.choose(5) == 1
-    # And are then judged by themselves.
+    # Then they are judged by their own times.
     passes(choice, 2000, {1: 3e-3, 2: 2e-3}.__getitem__, tokens=5)
     assert (choice.best(1), choice.best(5)) == (1, 2)
 
 
 def test_between_two_numbers_of_tokens_that_agree_a_trial_can_wait() -> None:
-    """Drafts have many lengths: a trial of each at its first passes is felt at the beginning of every session."""
+    """Drafts have many lengths: a trial of each one's first passes would be felt at the start of every session."""
     seconds = {1: 3e-3, 2: 2e-3}.__getitem__
     choice = ThreadChoice(2)
     for tokens in (1, 5, 9):
         passes(choice, 100, seconds, tokens)
     assert set(passes(choice, 200, seconds, tokens=7)) == {2}
     assert 1 in passes(choice, 100, seconds, tokens=12)
-    # But it comes: a machine changes.
+    # But a trial does come, since a machine changes.
     assert passes(choice, 2000, {1: 2e-3, 2: 3e-3}.__getitem__, tokens=7)[-500:].count(1) > 480
     passes(choice, 500, {1: 2e-3, 2: 20e-3}.__getitem__, tokens=1)
     assert (choice.best(1), choice.best(5)) == (1, 2)
@@ -115,8 +116,8 @@ def test_between_two_numbers_of_tokens_that_agree_a_trial_can_wait() -> None:
 
 
 def test_single_steps_among_verifications_say_nothing_of_plain_decoding() -> None:
-    """A thread that sleeps while the draft runs has to be woken for a single step: one thread is better for that, and
-    plain decoding in a row, with which drafting is compared, is faster on both."""
+    """A thread that sleeps while the draft runs must be woken for a single step, so one thread is faster there. Plain
+    decoding in a row, the baseline for drafting, is faster on both."""
     choice = ThreadChoice(2)
     passes(choice, 200, idle)
     for _ in range(3000):
@@ -131,8 +132,8 @@ def test_one_thread_needs_no_choice() -> None:
 
 
 def test_numbers_of_tokens_that_are_seldom_passed_go_along_when_the_machine_is_idle_again() -> None:
-    """Beside another program one thread is better for all; when that is gone, plain decoding finds out by its own
-    passes, and the few drafted ones must not stay on one thread for want of passes to try."""
+    """Beside another program one thread is best for all lengths. When the program ends, plain decoding finds out by its
+    own passes; the rare drafted passes, too few for trials, must not stay on one thread."""
     choice, busy = ThreadChoice(2), True
 
     def passed(tokens: int) -> int:
@@ -154,7 +155,7 @@ def test_numbers_of_tokens_that_are_seldom_passed_go_along_when_the_machine_is_i
 
 
 def test_one_number_of_tokens_does_not_stay_on_one_thread_where_all_do_well_for_the_others() -> None:
-    """A moment in which somebody was in the way hit the passes over five tokens, and those alone."""
+    """A short disturbance hit only passes over five tokens."""
     choice = ThreadChoice(2)
     for tokens in (1, 4, 5, 7):
         passes(choice, 100, idle, tokens)
@@ -164,7 +165,7 @@ def test_one_number_of_tokens_does_not_stay_on_one_thread_where_all_do_well_for_
     others = [passes(choice, 5, idle, tokens) for _ in range(250) for tokens in (4, 5, 7)]
     assert len(others) == 750  # two and a half seconds
     assert choice.best(5) == 2
-    # Where one thread is the better for them, trials become rare.
+    # Where one thread is faster for five tokens, trials become rare.
     small = {1: 1e-3, 2: 1.3e-3}
     passes(choice, 500, small.__getitem__, tokens=5)
     assert choice.best(5) == 1
@@ -178,7 +179,7 @@ def test_one_number_of_tokens_does_not_stay_on_one_thread_where_all_do_well_for_
 
 @pytest.mark.parametrize("told", [True, False])
 def test_when_other_programs_have_ended_all_threads_are_tried_at_once(told: bool) -> None:
-    """Trials beside two other programs cost so much that the next one is seconds of decoding away when these end."""
+    """Trials beside two other programs cost so much that the next one is due only after seconds of decoding."""
     accounts = Accounts(4.0)
     choice = ThreadChoice(2, accounts if told else None)
 
@@ -196,7 +197,7 @@ def test_when_other_programs_have_ended_all_threads_are_tried_at_once(told: bool
 
 
 def test_beside_programs_that_keep_the_cores_busy_all_threads_are_not_even_tried() -> None:
-    """A pass on two threads took half a second beside two programs, for one millisecond on one thread."""
+    """Beside two programs a pass on two threads took half a second, and one millisecond on one thread."""
     accounts = Accounts()
     choice = ThreadChoice(2, accounts)
     accounts.passed(0.5, 0, others=2.0)  # while the models were loaded
@@ -214,7 +215,7 @@ def test_beside_programs_that_keep_the_cores_busy_all_threads_are_not_even_tried
 
 
 def answered(choice: ThreadChoice, accounts: Accounts, others: float) -> list[int]:
-    """The threads of the 60 passes of an answer beside so many other programs."""
+    """The threads chosen for the 60 passes of an answer beside ``others`` busy cores."""
     chosen = []
     for _ in range(60):
         chosen += passes(choice, 1, idle)
@@ -224,8 +225,8 @@ def answered(choice: ThreadChoice, accounts: Accounts, others: float) -> list[in
 
 @pytest.mark.parametrize("crowded", [True, False])
 def test_what_ran_in_a_pause_between_answers_says_nothing_of_the_next_one(crowded: bool) -> None:
-    """A trainer kept all cores busy for half a minute, and has ended: the next answers have all threads, also where one
-    before them had to do with one."""
+    """A trainer kept all cores busy for half a minute and has ended: the next answers use all threads, even if one
+    thread was best before."""
     accounts = Accounts()
     choice = ThreadChoice(2, accounts)
 
@@ -243,7 +244,7 @@ def test_what_ran_in_a_pause_between_answers_says_nothing_of_the_next_one(crowde
 
 
 def test_after_a_load_short_answers_do_not_stay_on_one_thread() -> None:
-    """An answer of a small model has less than a tenth of a second of passes. The end of a load must be seen by
+    """An answer of a small model has less than a tenth of a second of passes, so the end of a load must be detected by
     wall-clock time."""
     accounts = Accounts()
     choice = ThreadChoice(2, accounts)
@@ -262,7 +263,7 @@ def test_after_a_load_short_answers_do_not_stay_on_one_thread() -> None:
 
 
 def test_passes_of_seconds_are_no_pause() -> None:
-    """A target that is read from a disk: others that keep the cores busy are seen all the same."""
+    """A target read from disk: other programs that keep the cores busy are still noticed."""
     accounts = Accounts()
     choice = ThreadChoice(2, accounts)
     for _ in range(3):
@@ -309,6 +310,6 @@ def test_the_clock_of_rounds_stands_still_while_others_have_the_core_and_never_j
     steps = [after - before for before, after in itertools.pairwise(times)]
     assert all(step >= 0 for step in steps)
     switched, slept = steps[::2], steps[1::2]
-    assert max(switched) < 1.0  # the two clocks began at other moments
+    assert max(switched) < 1.0  # the two clocks started at different moments
     assert min(slept[::2]) >= 0.05
     assert max(slept[1::2]) < 0.04

@@ -1,4 +1,4 @@
-"""Training from a real log into a real store: nothing leaks, nothing is lost, and the draft gets better."""
+"""Training from a real log into a real store: no leaks between sets, no losses, and the draft gets better."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHORT = Recipe(rank=8, epochs=10, evaluations=8, learning_rate=2e-2, b_factor=1.
 
 
 def target() -> PreTrainedModel:
-    """Two layers that mostly look at the last token: something that one layer can learn."""
+    """Two layers that mostly look at the last token, which one layer can learn."""
     torch.manual_seed(1)
     model = LlamaForCausalLM(config(layers=2)).eval()
     with torch.no_grad():
@@ -48,7 +48,7 @@ def target() -> PreTrainedModel:
 
 
 def small_draft() -> PreTrainedModel:
-    """One layer between the target's own embeddings and head that knows nothing yet."""
+    """One untrained layer between the target's own embeddings and head."""
     torch.manual_seed(9)
     draft = LlamaForCausalLM(config(layers=1)).eval()
     draft.load_state_dict(target().state_dict(), strict=False)
@@ -73,7 +73,7 @@ def config(layers: int) -> LlamaConfig:
 
 
 def speak(model: PreTrainedModel, count: int, params: SamplingParams, seed: int = 0) -> list[Generation]:
-    """Generations of ``model`` with supervision, on random prompts, made together."""
+    """Generations of ``model`` with supervision, on random prompts, made in one batch."""
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(0, VOCAB, (count, 6), generator=generator)
     ids = prompts
@@ -151,7 +151,7 @@ def test_distillation_raises_held_out_acceptance_and_is_promoted(tmp_path: Path,
     gain = outcome.verdict.recent.gain
     assert gain.low > 0.05
     assert outcome.manifest == store.current()
-    # The figures are those of what lies in the store, and the draft itself is as it was.
+    # The figures are those of the adapter in the store, and the draft itself is unchanged.
     assert all(torch.equal(before[name], tensor) for name, tensor in draft.state_dict().items())
     model = lora.load(draft, store.path(str(store.current_id())))
     held_out = [e for e in examples(split(read_log(log, 1000), first=True).gate, 128) if e.replayable]
@@ -186,7 +186,7 @@ def test_a_better_recipe_on_the_same_records_is_judged_on_all_that_was_held_out(
     longer = distill(log, store, BASE, small_draft(), SHORT)
     assert brief.verdict is not None
     assert longer.verdict is not None
-    # The first is judged on more; what the second is judged on was trained on by neither.
+    # The first run is judged on more records; the second is judged on records that neither run trained on.
     assert brief.verdict.recent.generations > longer.verdict.recent.generations == len(split(read_log(log, 1000)).gate)
     assert longer.verdict.promote, longer.message
 
@@ -209,7 +209,7 @@ def test_new_answers_too_short_to_judge_by_are_judged_together_with_the_old(
 
 
 def test_records_with_nothing_to_learn_leave_the_draft_in_use(tmp_path: Path) -> None:
-    """A draft that already is the target cannot be improved on."""
+    """A draft that equals the target cannot be improved."""
     draft = target()
     log = write_log(tmp_path / "records.db", speak(draft, 80, SamplingParams(temperature=1.0)))
     store = AdapterStore(tmp_path / "adapters")
@@ -382,7 +382,7 @@ def test_killed_while_training_log_and_store_stay_valid_and_the_next_run_works(t
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
-        # Into the middle of the second round: one adapter is in use, the next is being made.
+        # Kill in the second round: one adapter is in use, the next is being made.
         assert "published\n" in lines, "the trainer ended by itself"
         for _ in range(random.randint(1, 12)):
             assert next(lines)

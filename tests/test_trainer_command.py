@@ -1,4 +1,4 @@
-"""``adaptive distill`` as a person meets it: one clear line for a mistake, figures and a next step otherwise."""
+"""``adaptive distill`` as a user meets it: one clear line for a mistake, otherwise figures and a next step."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def distill(pair: list[str], *arguments: str) -> Result:
 
 
 def refusal(result: Result) -> str:
-    """The one line that a person would see."""
+    """The one line that a user would see."""
     assert isinstance(result.exception, AdaptiveError), result.output
     line = str(result.exception)
     assert "\n" not in line
@@ -92,7 +92,7 @@ def test_it_says_when_the_training_is_paid_back(pair: list[str], own_home: Path)
     assert "saved again" not in unmeasured.output
     cheap = replace(UNMEASURED, draft_s=0.01)
     save(state.controller, Memory("cpu", "", 0.0, None, cheap, Acceptance(), Calibration()))
-    for length in ("4", "64"):  # the costs of so long a draft are not known: those of the longest are taken
+    for length in ("4", "64"):  # costs of length 64 are not measured: those of the longest measured length are used
         found = distill(pair, *training, "--draft-length", length)
         assert found.exit_code == 0, found.output
         assert "At the costs of the last session" in " ".join(found.output.split())

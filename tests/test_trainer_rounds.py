@@ -1,4 +1,4 @@
-"""A round beside others: what came into use meanwhile, who was judged before, what was said twice or at length."""
+"""A round beside others: adapters promoted meanwhile, drafts judged before, texts repeated or long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drafted tree is what the draft finds likeliest, and whatever it is the text is the target's own."""
+"""A drafted tree holds the texts that the draft finds most likely, and any tree leaves the text the target's own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def drafter_of(engine: TransformersEngine, params: SamplingParams, vocab: int = 
 
 
 def likeliest_texts(engine: TransformersEngine, deepest: int, count: int) -> set[tuple[int, ...]]:
-    """Of all texts of up to ``deepest`` tokens behind the prompt those of the highest probability."""
+    """The ``count`` most probable texts of up to ``deepest`` tokens after the prompt."""
     scores: dict[tuple[int, ...], float] = {(): 0.0}
     for depth in range(deepest):
         for text in product(range(VOCAB), repeat=depth):
@@ -64,7 +64,7 @@ def test_its_nodes_are_the_likeliest_texts(models: tuple[TransformersEngine, Tra
 
 
 def test_it_goes_on_from_what_was_committed(models: tuple[TransformersEngine, TransformersEngine]) -> None:  # noqa: F811
-    """Whatever was drafted before: its cache holds committed tokens only."""
+    """Whatever was drafted before, since its cache holds committed tokens only."""
     draft = models[1]
     drafter = drafter_of(draft, GREEDY)
     drafter.propose(PROMPT, 12)
@@ -110,7 +110,7 @@ def said(
         assert assistant.last is not None
         rounds = assistant.last.rounds
         assert {r.drafter for r in rounds} <= {drafter if policy.length else "none", "none"}
-        learned = tuple(r for r in rounds if r.drafter != TREE)  # of trees no adapter is judged
+        learned = tuple(r for r in rounds if r.drafter != TREE)  # rounds of trees are not used to judge adapters
         assert assistant.rounds_by_adapter in ([], [(None, learned)])
         accepted += assistant.last.accepted
     assert accepted > 0 or policy.length == 0
@@ -173,7 +173,7 @@ def test_a_head_drafts_no_trees(adaptive: Command, tmp_path: Path) -> None:
 
 
 def test_scores_of_a_tree_are_those_of_its_paths(models: tuple[TransformersEngine, TransformersEngine]) -> None:  # noqa: F811
-    """With a temperature the likeliest texts are those of the distribution that is drawn from."""
+    """With a temperature the most likely texts are those of the sampled distribution."""
     cold = drafter_of(models[1], SamplingParams(temperature=0.05)).propose(PROMPT, 6)
     assert cold is not None
     assert cold.parents is not None

@@ -1,6 +1,6 @@
-"""A tree of proposed tokens leaves the target's output as it is: the rule alone, and in the loop.
+"""A tree of proposed tokens leaves the target's output unchanged: the rule alone, and in the loop.
 
-A rule that is broken on purpose fails the very same tests, so they can fail.
+A deliberately broken rule fails the same tests, so they can fail.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ ROUNDS = 1000
 
 
 class Branching:
-    """A drafter of trees, from distributions that depend on the last token alone: after every node so many tokens are
-    drawn without replacement, as far down as there are numbers in ``widths``, and before them, with ``certain``, one
-    that is not drawn."""
+    """A drafter of trees, from distributions that depend on the last token alone. ``widths`` gives for each level the
+    tokens drawn without replacement after every node; ``certain`` adds one fixed token before them."""
 
     name = "branching"
 
@@ -63,7 +62,7 @@ class Branching:
         return Proposal(self.name, tokens, probs, parents)
 
     def rollback(self, length: int) -> None:
-        """It keeps nothing."""
+        """Nothing to do: it has no state."""
 
 
 def verifier(params: SamplingParams, vocab: int, seed: int) -> Verifier:
@@ -71,7 +70,7 @@ def verifier(params: SamplingParams, vocab: int, seed: int) -> Verifier:
 
 
 def without_replacement_forgotten(proposal: Proposal, node: int, drawn: list[int], vocab: int) -> Any:
-    """The draft's distribution as if every token had been drawn from all of it."""
+    """Broken: the draft's distribution as if every token had been drawn from all of it."""
     return np.asarray(proposal.probs[node], dtype=np.float64)  # type: ignore[index]
 
 
@@ -83,7 +82,7 @@ def test_what_the_rule_commits_has_the_targets_law(widths: tuple[int, ...], cert
 
 
 def rule_alone(widths: tuple[int, ...], certain: bool = False, trials: int = TRIALS) -> float:
-    """How likely the committed tokens are by chance what they are, up to two of each round."""
+    """p-value of the committed tokens, up to two of each round, against the target's distribution."""
     params = SamplingParams(temperature=1.0)
     drafter, transform = Branching(VOCAB, widths, certain), Transform(params)
     uniform = Uniform(torch.Generator().manual_seed(1))
@@ -97,7 +96,7 @@ def rule_alone(widths: tuple[int, ...], certain: bool = False, trials: int = TRI
         verdict, path = verify_tree(rows, proposal, transform, uniform, 0)
         assert [proposal.tokens[node] for node in path] == verdict.tokens[:-1]
         tokens = verdict.tokens[:2]
-        if len(tokens) < 2:  # the next round's
+        if len(tokens) < 2:  # the next round adds the second
             tokens.append(int(np.searchsorted(later[tokens[0]].cumsum(), ends.next())))
         counts[tuple(tokens)] += 1
     return p_value(counts, {(a, b): first[a] * later[a][b] for a in range(VOCAB) for b in range(VOCAB)})
@@ -133,7 +132,7 @@ def target() -> TransformersEngine:
 
 
 class Knowing(Branching):
-    """Proposes, among others, what the target will say."""
+    """Proposes the target's next tokens among others."""
 
     def __init__(self, said: list[int], vocab: int) -> None:
         super().__init__(vocab, (2, 2))

@@ -1,4 +1,4 @@
-"""A node of a tree has the logits of a text with its path, and a path that is kept is a text like any other."""
+"""A node of a tree has the logits of a text that ends with its path, and a kept path is text like any other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def random_tokens(dice: random.Random, count: int) -> list[int]:
 
 
 def path_to(node: int, parents: list[int]) -> list[int]:
-    """The nodes from the root to this one."""
+    """The nodes from the root to ``node``."""
     path: list[int] = []
     while node >= 0:
         path.insert(0, node)
@@ -39,7 +39,7 @@ def path_to(node: int, parents: list[int]) -> list[int]:
 
 
 def alone(engine: TransformersEngine, tokens: list[int]) -> torch.Tensor:
-    """The logits (1, vocab) after a whole text, in a sequence of its own."""
+    """The logits (1, vocab) after a whole text, in a new sequence."""
     return engine.sequence().extend(tokens, 1).clone()
 
 
@@ -51,14 +51,14 @@ def check_nodes(
     logits: torch.Tensor,
     tolerance: float,
 ) -> None:
-    """The last rows of ``logits`` are right for the last nodes of a tree behind a text."""
+    """Check that ``logits`` are right for the last nodes of a tree after the text ``held``."""
     for row in range(len(logits)):
         path = path_to(len(parents) - len(logits) + row, parents)
         same(logits[row : row + 1], alone(engine, held + [tokens[node] for node in path]), tolerance)
 
 
 def check(engine: TransformersEngine, tolerance: float, features: bool = True) -> None:
-    """A text that is made of paths of trees, some of which come in two passes, and of plain passes between them."""
+    """Check a text built from paths of trees, some of which come in two passes, with plain passes between them."""
     assert engine.trees
     dice = random.Random(3)
     sequence, held = engine.sequence(features=features), text(9).tolist()
@@ -121,7 +121,7 @@ def test_on_transformers_own_forward(name: str, forward: str) -> None:
 @native
 @pytest.mark.parametrize("int8", [False, True])
 def test_with_narrow_weights_a_path_that_comes_first_is_the_chain_bit_for_bit(int8: bool) -> None:
-    """Others may be rounded the other way somewhere."""
+    """Other paths may round differently."""
     engine = TransformersEngine(made("llama", torch.bfloat16), int8=int8)
     sequence, chain = engine.sequence(features=True), engine.sequence(features=True)
     held, tokens = text(20).tolist(), text(9).tolist()
@@ -188,7 +188,8 @@ def test_trees_and_chains_of_several_sequences_in_one_pass(name: str, forward: s
 
 @pytest.mark.parametrize("forward", ["own", "layers", "transformers"])
 def test_a_large_tree_at_the_end_of_a_buffer(forward: str) -> None:
-    """Of more nodes than a chain in one call has tokens; the second pass makes the cache grow around the first's."""
+    """A tree with more nodes than a one-call chain has tokens; the second pass grows the cache while it holds the
+    first."""
     engine, dice = engine_of(model_of("qwen3"), forward), random.Random(4)
     sequence, held = engine.sequence(features=True), text(GROWTH - 140).tolist()
     sequence.extend(held, 1)
@@ -231,7 +232,7 @@ def test_what_is_no_tree_or_no_path_is_refused(forward: str) -> None:
     for path in ([2], [0, 1], [3], [-1], [1, 2]):
         with pytest.raises(ValueError, match="path"):
             sequence.keep(path)
-    same(sequence.extend([1], 1), right, 2e-5)  # which forgets the tree
+    same(sequence.extend([1], 1), right, 2e-5)  # a plain pass drops the tree
     with pytest.raises(ValueError, match="path"):
         sequence.keep([0])
     assert sequence.length == 4
@@ -242,7 +243,7 @@ def test_what_is_no_tree_or_no_path_is_refused(forward: str) -> None:
 
 
 def bloom() -> PreTrainedModel:
-    """A model whose attention takes its positions from a mask."""
+    """A model whose attention takes positions from a mask."""
     torch.manual_seed(5)
     return AutoModelForCausalLM.from_config(BloomConfig(vocab_size=97, hidden_size=48, n_layer=2, n_head=4)).eval()
 

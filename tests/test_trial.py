@@ -1,5 +1,5 @@
-"""A draft on trial in another server: the draft length that its own times favour stays there, and what replay expects
-of its answers is what it counts."""
+"""A draft on trial in another server ends with the draft length that the server's times favour, and replay predicts the
+acceptance that the server counts."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from trainers.replay import Replay
 
 ROUNDS = 1000
 CHANCE = 0.6
-# Tokens a round at draft lengths 0, 1, ...: each drafted token is accepted with that chance.
+# Tokens a round at draft lengths 0, 1, ...: each drafted token is accepted with probability CHANCE.
 TOKENS = [sum(CHANCE**i for i in range(k + 1)) for k in range(17)]
-Cost = Callable[[int], float]  # seconds of a round with so many drafted tokens
+Cost = Callable[[int], float]  # seconds of a round by its number of drafted tokens
 Try = Callable[..., tuple[Tried, int, list[int]]]
 
 
 @pytest.fixture
 def try_it(tmp_path: Path) -> Try:
-    """Tries a draft in a server whose rounds take what ``cost`` says: what came of it, the draft length that the server
-    runs with in the end, and those that it was restarted with."""
+    """Try a draft in a server whose rounds take ``cost`` seconds. Returns the result, the draft length that the server
+    runs with in the end, and the lengths that it was restarted with."""
     start, running, restarts = tmp_path / "start.sh", tmp_path / "running", tmp_path / "restarts"
     start.write_text("llama-server -m target.gguf\n")
     running.write_text(start.read_text())
@@ -60,7 +60,7 @@ def try_it(tmp_path: Path) -> Try:
 
 
 def test_the_length_is_corrected_by_what_rounds_take_in_the_restarted_server(try_it: Try) -> None:
-    """What a drafted token takes is not known while the server drafts nothing."""
+    """The cost of a drafted token is unknown while the server drafts nothing."""
     found, runs, tried = try_it(lambda k: 0.01 + 0.0025 * k, 8)
     assert found.worse is None
     rates = [tokens / (0.01 + 0.0025 * k) for k, tokens in enumerate(TOKENS)]
@@ -88,7 +88,7 @@ def test_a_draft_that_is_too_slow_at_every_length_goes(try_it: Try) -> None:
 
 
 def sample_and_accept(output: list[int], at: int, draft: list[int], end: int) -> list[int]:
-    """llama.cpp's rule, on tokens: ``output`` is what the target says, ``at`` where the draft begins."""
+    """llama.cpp's rule, on tokens: ``output`` is the target's output, and the draft begins at index ``at``."""
     result = []
     for place, drafted in enumerate(draft):
         said = output[at + place] if at + place < len(output) else 0

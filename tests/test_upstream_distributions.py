@@ -1,4 +1,4 @@
-"""Supervision from what servers report is the target's own distribution, whatever they did to it before."""
+"""Supervision from a server's log-probabilities is the target's own distribution, whatever the server did to it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def vocabulary() -> Vocabulary:
 
 @pytest.fixture(scope="module")
 def logits(vocabulary: Vocabulary) -> torch.Tensor:
-    """Of 60 positions, spread as a trained model's are: a few likely tokens, and a long tail."""
+    """Logits of 60 positions, spread like a trained model's: a few likely tokens and a long tail."""
     generator = torch.Generator().manual_seed(0)
     ranks = torch.arange(1, vocabulary.size + 1).log()
     rows = [-(1.2 + 1.5 * torch.rand(1, generator=generator)) * ranks for _ in range(60)]
@@ -36,7 +36,7 @@ def logits(vocabulary: Vocabulary) -> torch.Tensor:
 
 
 def reported(logprobs: torch.Tensor, tokens: torch.Tensor, count: int) -> list[Report]:
-    """What a server says of these tokens that has these log-probabilities (n, vocab)."""
+    """The reports of a server for these tokens, from log-probabilities (n, vocab)."""
     top = logprobs.topk(count, dim=-1)
     reports = []
     for row, token, values, ids in zip(
@@ -61,12 +61,12 @@ def test_supervision_is_the_distribution_at_temperature_1(
     top = truth.topk(32, dim=-1)
     assert np.array_equal(made.ids, top.indices.numpy())
     ratios = made.logprobs.astype(np.float32) - made.logprobs[:, :1].astype(np.float32)
-    assert np.abs(ratios - (top.values - top.values[:, :1]).numpy()).max() < 0.01  # exact but for float16
+    assert np.abs(ratios - (top.values - top.values[:, :1]).numpy()).max() < 0.01  # exact up to float16
     exact = not (kind.tempered and temperature not in (0.0, 1.0))
     assert np.abs(made.logprobs.astype(np.float32) - top.values.numpy()).max() < (0.01 if exact else 0.2)
     left = (1 - top.values.exp().sum(-1)).log().numpy()
     assert np.abs(made.rest.astype(np.float32) - left).max() < (0.01 if exact else 0.75)
-    if not exact:  # which is much nearer than what was reported
+    if not exact:  # the result is much nearer than the reported values
         assert (shown.topk(32).values - top.values).abs().max() > 0.5
 
 
@@ -97,7 +97,7 @@ def test_chosen_is_what_the_token_was_drawn_with(
 
 
 def test_a_token_without_alternatives_leaves_the_answer_without_supervision(vocabulary: Vocabulary) -> None:
-    """So llama.cpp's server says of what it has accepted from a draft: probability 1, and nobody else."""
+    """llama.cpp's server reports a token accepted from a draft like this: probability 1 and no alternatives."""
     known = Report(Named(5, "", -0.5), (Named(5, "", -0.5), Named(6, "", -1.5)))
     accepted = Report(Named(7, "", 0.0), ())
     assert supervision([known, known], [5, 5], vocabulary, SamplingParams(), LLAMA_SERVER) is not None
@@ -143,7 +143,7 @@ def test_an_answer_that_is_only_text_is_logged_if_its_tokens_are_counted(vocabul
 
 
 def test_an_answer_of_which_tokens_are_not_reported_is_told_by_its_text(vocabulary: Vocabulary) -> None:
-    """llama.cpp's server reports no token that ends within a character, and in a stream none of those that it verified
+    """llama.cpp's server does not report tokens that end within a character, nor in a stream those that it verified
     together."""
     text = "A bird 🙂 sings in the old tree."
     ids = vocabulary.tokenizer.encode(text, add_special_tokens=False)
@@ -156,8 +156,8 @@ def test_an_answer_of_which_tokens_are_not_reported_is_told_by_its_text(vocabula
     everything = range(len(ids))
     broken = next(n for n in everything if "\ufffd" in vocabulary.tokenizer.decode(ids[n : n + 1]))
     assert vocabulary.output(reported(everything, "length"), len(ids)) == ids
-    assert vocabulary.output(reported(everything, "stop"), len(ids) + 1) == ids  # its end has no text, and no event
+    assert vocabulary.output(reported(everything, "stop"), len(ids) + 1) == ids  # the end token has no event
     for places in ([n for n in everything if n != broken], [0, 1]):
         assert vocabulary.output(reported(places, "stop"), len(ids) + 1) == [*ids, end]
         assert vocabulary.output(reported(places, "length"), len(ids)) == ids
-        assert vocabulary.output(reported(places, None), None) is None  # broken off: nobody has counted
+        assert vocabulary.output(reported(places, None), None) is None  # cut off, and no count of tokens

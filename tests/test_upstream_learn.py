@@ -27,7 +27,7 @@ from adaptive.types import Generation
 from adaptive.upstream import publishing
 from checkpoints.store import AdapterStore
 
-# By one process, which starts one server and one proxy.
+# One xdist worker runs these tests, since it starts one server and one proxy.
 pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("upstream_learn")]
 PAIR = ("--target", str(BUNDLED / "target"), "--draft", str(BUNDLED / "draft"))
 
@@ -56,12 +56,12 @@ class Learning:
 
     @property
     def status(self) -> dict[str, Any]:
-        """What the proxy says of itself."""
+        """The proxy's own status."""
         said: dict[str, Any] = httpx.get(f"{self.url}/adaptive/upstream").json()
         return said
 
     def stop(self) -> int:
-        """SIGTERM; the exit status."""
+        """Send SIGTERM; returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
@@ -77,7 +77,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def learning_at(url: str, home: Path) -> Iterator[Learning]:
-    """In front of ``url``, until a test has ended; then it has said nothing of an error."""
+    """A proxy in front of ``url``; afterwards it must have ended without an error message."""
     one = Learning(home, url, "--distill", "off")
     try:
         yield one
@@ -93,7 +93,7 @@ def learning(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def pairs(server: Server, learning: Learning, count: int) -> list[tuple[Generation, Generation]]:
-    """The newest ``count`` records of the server and of the proxy, each with the other."""
+    """The newest ``count`` records of the server, each with the proxy's record of the same answer."""
     until(lambda: learning.status["log"].get("logged", 0) + learning.status["log"].get("missed", 0) >= count)
     found = []
     for records in (server.records, next(learning.home.glob("*/records.db"))):
@@ -103,7 +103,7 @@ def pairs(server: Server, learning: Learning, count: int) -> list[tuple[Generati
 
 
 def plain(body: bytes) -> bytes:
-    """An answer without what differs from one answer to the next: ids and times."""
+    """An answer without the parts that vary between answers: ids and times."""
     body = re.sub(rb'"(chat)?cmpl-[0-9a-f]+"', b'"ID"', body)
     return re.sub(
         rb'"(created|\w+_ms|\w+_per_second|\w*seconds|cached_tokens|prompt_n|cache_n)": [0-9.e+-]+', rb'"\1": 0', body
@@ -162,7 +162,7 @@ def test_a_real_client_streams_through_it(server: Server, learning: Learning) ->
 
 
 def test_what_was_logged_is_trained_on(server: Server, learning: Learning) -> None:
-    """The trainer reads the records of another server as it reads our own."""
+    """The trainer reads another server's records like our own."""
     from trainers.dataset import examples, read_log
 
     asked = {"prompt": "A long time ago", "max_tokens": 24, "temperature": 0.7, "seed": 4}
@@ -229,7 +229,7 @@ def test_the_target_may_be_a_folder_of_config_and_tokenizer(tmp_path: Path) -> N
 def test_a_draft_learns_from_a_server_while_it_is_used_and_goes_into_it(
     tmp_path: Path, prompts: list[str], adaptive: Any
 ) -> None:
-    """The whole way: answers through the proxy, training beside it, and a restart of the server with the draft."""
+    """The whole way: answers through the proxy, training beside it, and a server restart with the draft."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

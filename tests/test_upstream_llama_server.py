@@ -1,4 +1,4 @@
-"""``adaptive learn`` in front of a real llama-server, where there is one (docs/llamacpp.md says how it is built)."""
+"""``adaptive learn`` in front of a real llama-server, if one is installed (docs/llamacpp.md says how to build it)."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def llama_server(folder: Path, *options: str) -> Iterator[str]:
-    """The server on the bundled target; its address."""
+    """Run the server on the bundled target; yields its address."""
     with running(folder, *options) as (url, _):
         yield url
 
 
 @contextlib.contextmanager
 def running(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The server's address, and its process."""
+    """Run the server; yields its address and its process."""
     assert PROGRAM is not None
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -86,7 +86,7 @@ def running(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen
 
 
 def requests(prompts: list[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Chats and texts, in one piece and in a stream."""
+    """Chats and texts, whole and streamed."""
     found = []
     for prompt, begun in zip(prompts[::7], ("a dog", "a king", "the sea"), strict=True):
         text = f"Once upon a time there was {begun}"
@@ -98,13 +98,13 @@ def requests(prompts: list[str]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def same(body: bytes) -> bytes:
-    """An answer without what differs from one answer to the next."""
+    """An answer without the parts that vary between answers."""
     body = re.sub(rb'"(id|system_fingerprint)":"[^"]*"', b"", body)
     return re.sub(rb'"(created|cached_tokens|timings)":(\d+|\{[^}]*\})', b"", body)
 
 
 def learned(url: str, home: Path, asked: list[tuple[str, dict[str, Any]]]) -> tuple[list[Generation], dict[str, Any]]:
-    """What is logged of these requests, each of which is answered as the server itself answers it."""
+    """The records of these requests and the proxy's status. Each answer is checked to equal the server's own."""
     learning = Learning(home, url, "--distill", "off")
     try:
         with httpx.Client(timeout=120, trust_env=False) as client:
@@ -147,7 +147,7 @@ def test_answers_with_a_draft_are_logged_whole_and_without_supervision(
     with llama_server(folder, *draft, "--spec-draft-n-max", "3") as url:
         assert find_kind(url, None) is LLAMA_SERVER
         texts = [tokenizer.encode(body["prompt"]) for path, body in requests(prompts) if path == "completions"]
-        measured = measure(url, None, texts[::2], TOKENS)  # what ``adaptive publish`` compares
+        measured = measure(url, None, texts[::2], TOKENS)  # the texts that ``adaptive publish`` compares
         assert [one.tokens for one in measured.answers] == [TOKENS] * len(prompts[::7])
         assert measured.acceptance is not None
         assert 0.1 < measured.acceptance < 0.9
@@ -179,7 +179,7 @@ def learning(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @contextlib.contextmanager
 def new_records(learning: Learning, count: int) -> Iterator[list[Generation]]:
-    """What is logged of the ``count`` requests that are made inside, once all of them are there."""
+    """Yields a list that holds the records of the ``count`` requests made inside once the block has ended."""
     found: list[Generation] = []
     before = learning.status["log"].get("logged", 0)
     yield found
@@ -189,8 +189,9 @@ def new_records(learning: Learning, count: int) -> Iterator[list[Generation]]:
 
 
 def drawn_from(target: Any, record: Generation) -> np.ndarray[Any, Any]:
-    """The log-probability of each output token under what llama.cpp's server draws from: the likeliest ``top_k``, of
-    these ``top_p`` of the mass, of these no less than ``min_p`` of the likeliest, and then the temperature."""
+    """The log-probability of each output token under the distribution that llama.cpp's server samples: the ``top_k``
+    likeliest tokens, of these ``top_p`` of the mass, of these those with at least ``min_p`` times the likeliest's
+    probability, and then the temperature."""
     sampling, held = record.sampling, len(record.prompt)
     with torch.inference_mode():
         ids = torch.tensor([[*record.prompt, *record.output]], dtype=torch.long)
@@ -210,7 +211,7 @@ def drawn_from(target: Any, record: Generation) -> np.ndarray[Any, Any]:
 
 
 def test_what_a_token_was_drawn_from_is_known(server: str, learning: Learning, prompts: list[str]) -> None:
-    """With what the server draws by where a request says nothing, and with what a request says."""
+    """With the server's default sampling and with a request's own."""
     target = AutoModelForCausalLM.from_pretrained(BUNDLED / "target", dtype=torch.float32)
     own = httpx.get(f"{server}/props").json()["default_generation_settings"]["params"]
     asked: list[dict[str, Any]] = [{}, {"temperature": 1.3, "top_p": 0.8, "min_p": 0.02, "top_k": 20}]
@@ -254,7 +255,7 @@ def test_a_real_client_chats_streams_and_completes(server: str, learning: Learni
             body = {"content": said, "add_special": special, "parse_special": True}
             theirs = httpx.post(f"{server}/tokenize", json=body).json()["tokens"]
             assert theirs == ids.tolist()[: len(theirs)]
-            assert len(ids) - len(theirs) <= (not special)  # the end of an answer has no text
+            assert len(ids) - len(theirs) <= (not special)  # the end token has no text
 
 
 def test_a_client_that_leaves_frees_the_server(server: str, learning: Learning) -> None:

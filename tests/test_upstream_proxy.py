@@ -1,4 +1,4 @@
-"""The proxy in front of a server on raw sockets: bytes pass as they are, and what breaks off breaks off for both."""
+"""The proxy in front of a server on raw sockets: bytes pass unchanged, and a broken connection breaks on both sides."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from adaptive.upstream.proxy import Proxy
 
 CHAT = "/v1/chat/completions"
 ASK = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
-# The token of an answer's first word. It and those after it have at least the characters that their events show, or
-# tokens would seem to be missing.
+# The token of an answer's first word. It and the following ids have at least as many characters as their events show,
+# or tokens would seem to be missing.
 FIRST = 300
 
 
 class Stage:
-    """A server that does ``script``, the proxy in front of it, and the log behind."""
+    """A server that runs ``script``, the proxy in front of it, and the proxy's log."""
 
     def __init__(self, stack: ExitStack, tokenizer: object, log: Path, script: Script, kind: str, most: int) -> None:
         self.server: Scripted = stack.enter_context(scripted(script, kind))
@@ -43,7 +43,7 @@ class Stage:
         self.log = log
 
     def logged(self, count: int) -> list[Generation]:
-        """The records, once there are so many."""
+        """The records, once there are ``count`` of them."""
         until(lambda: self.writer.flush(10) and self._count() >= count)
         with Log(self.log) as log:
             return [one.generation for one in log.generations()]
@@ -207,7 +207,7 @@ def test_a_server_that_breaks_off_breaks_off_for_the_client(stage: Make, at: int
 
 
 def test_a_server_may_break_off_at_any_byte(stage: Make) -> None:
-    """Of a stream every event that came whole is handed on, and the record is marked; before one there is an error."""
+    """Complete events are passed on and the record is marked as cancelled; without a complete header comes a 502."""
     whole = STREAM + b"".join(map(chunk, events(3, more=True))) + chunk(b"")
 
     def script(heard: Heard, connection: socket.socket) -> None:
@@ -218,7 +218,7 @@ def test_a_server_may_break_off_at_any_byte(stage: Make) -> None:
     cuts = [
         *range(1, len(whole) - 1, 29),
         *(place - 2 for place in sent[1:]),
-    ]  # behind an event, before its chunk's end
+    ]  # after an event, before its chunk's end
     ended = []
     for cut in cuts:
         got: list[bytes] = []
@@ -244,11 +244,11 @@ def test_a_server_that_breaks_off_an_answer_in_one_piece_is_said(stage: Make) ->
 
 
 def test_a_client_that_closes_a_stream_at_its_last_event_has_had_all_of_it(stage: Make) -> None:
-    """As OpenAI's own client does: what comes behind ``[DONE]`` is of no use to it."""
+    """OpenAI's own client does this, since nothing after ``[DONE]`` is of use to it."""
 
     def script(heard: Heard, connection: socket.socket) -> None:
         connection.sendall(STREAM + b"".join(map(chunk, events(3, more=True))))
-        connection.recv(1)  # until the connection is closed
+        connection.recv(1)  # returns when the connection is closed
 
     here = stage(script)
     with httpx.stream("POST", here.url + CHAT, json={**ASK, "stream": True}) as answer:
@@ -297,7 +297,7 @@ def test_a_client_that_goes_before_the_answer_ends_the_server_s_work(stage: Make
 
 
 def test_what_a_server_does_not_take_is_left_out(stage: Make) -> None:
-    """And the client is told what the server says to its own request, be it an answer or an error."""
+    """The client gets the server's reply to its own request, be it an answer or an error."""
 
     def script(heard: Heard, connection: socket.socket) -> None:
         asked = json.loads(heard.body)
@@ -399,7 +399,7 @@ def _many(stage: Make, requests: int, most: int) -> None:
     said = asyncio.run(ask())
     assert set(said[0::2]) == {b"".join(events(3, more=False))}
     assert len(set(said[1::2])) == 1
-    assert here.server.most <= most + 1  # and a question of the log's own
+    assert here.server.most <= most + 1  # plus one request by the log itself
     until(lambda: here.book.counts["logged"] + here.book.counts["missed"] == requests, 120)
     assert len(here.logged(requests)) == requests
 

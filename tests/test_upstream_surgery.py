@@ -1,4 +1,4 @@
-"""Log-probabilities are taken out of an answer, and every other byte of it stays."""
+"""Log-probabilities are removed from an answer, and every other byte of it stays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adaptive.upstream.events import Passage
 from adaptive.upstream.kinds import ADAPTIVE, LLAMA_SERVER, SGLANG, VLLM
 from adaptive.upstream.surgery import cut
 
-# As no writer of ours would write it: spaces, an escape, a number with zeros, a name twice.
+# JSON as none of our writers formats it: spaces, an escape, a number with zeros, a repeated name.
 ODD = r'{ "id":"a\u0041", "choices" : [ {"index":0,"logprobs" : {"content":[{"token":"}"}]} ,"text":"\/" } ],"t":1.50 }'
 
 

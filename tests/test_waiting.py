@@ -1,4 +1,4 @@
-"""Threads spin briefly before they sleep, unless the user says otherwise."""
+"""Threads spin briefly before they sleep, unless the user configures otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft goes back only where drafted tokens that were judged say so, and what is in doubt outlives a restart."""
+"""A draft is rolled back only on evidence from judged draft tokens, and an open doubt outlives a restart."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ __all__ = ["taught"]
 
 
 def answers(rng: random.Random, count: int, rate: float, rounds: int, drafted: int = 4) -> Iterator[list[RoundCount]]:
-    """Answers whose own acceptance lies around ``rate`` as those of real ones do, ``drafted`` tokens a round."""
+    """Answers with ``drafted`` tokens a round, whose own acceptance rates vary around ``rate`` as in real ones."""
     for _ in range(count):
-        own = rng.betavariate(19 * rate, 19 * (1 - rate))  # two tokens of one answer correlate by 0.05
+        own = rng.betavariate(19 * rate, 19 * (1 - rate))  # gives two tokens of one answer a correlation of 0.05
         accepted = []
         for _ in range(rounds):
             run = 0
@@ -41,12 +41,12 @@ def answers(rng: random.Random, count: int, rate: float, rounds: int, drafted: i
 
 @pytest.fixture
 def manifest(tmp_path: Path) -> Manifest:
-    """One that the gate had not judged."""
+    """The manifest of an adapter that the gate has not judged."""
     return AdapterStore(tmp_path / "adapters").publish(write, NEW)
 
 
 def seen(rng: random.Random, manifest: Manifest, before: float, after: Iterator[list[RoundCount]]) -> tuple[Watch, int]:
-    """A watch after the answers, and how many there were when it said that the adapter must go; 0 for never."""
+    """The watch after these answers, and the number of answers after which it condemned the adapter; 0 for never."""
     watch = Watch()
     for one in answers(rng, 40, before, 20):
         watch.observe(None, one)
@@ -79,7 +79,7 @@ def test_rounds_without_a_draft_among_others_say_nothing(manifest: Manifest) -> 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("rounds", "drafted"), [(20, 4), (1, 1)])
 def test_a_good_draft_stays_through_many_answers(manifest: Manifest, rounds: int, drafted: int) -> None:
-    """0 of 60 drafts as good as the one before, each looked at after each of 150 answers."""
+    """None of 60 drafts as good as the one before is condemned, with a check after each of 150 answers."""
     rng = random.Random(3)
     gone = [seen(rng, manifest, 0.5, answers(rng, 150, 0.5, rounds, drafted))[1] for _ in range(60)]
     assert not any(gone)
@@ -95,7 +95,7 @@ def test_a_useless_draft_goes_within_thirty_answers_also_where_each_tries_it_onc
 
 
 def test_of_what_the_gate_judged_no_more_is_asked_than_it_promised(manifest: Manifest) -> None:
-    """Before the swap only sure tokens were drafted, of which nearly all were accepted; after it every token."""
+    """Before the swap only confident tokens were drafted, nearly all of them accepted; after it every token."""
     promise = Interval(0.5, 0.45, 0.55)
     recent = HeldOut(30, 1000, 4, Interval(0.3, 0.25, 0.35), promise, Interval(0.2, 0.1, 0.3), promise, promise)
     rng = random.Random(5)
@@ -104,7 +104,7 @@ def test_of_what_the_gate_judged_no_more_is_asked_than_it_promised(manifest: Man
 
 
 def test_plain_answers_after_a_restart_do_not_roll_the_adapter_back(taught: Taught) -> None:
-    """As ``--draft-length 0`` and some answers did: what was accepted before is in the log, nothing is drafted now."""
+    """As after ``--draft-length 0`` and some answers: earlier acceptance is in the log, and nothing is drafted now."""
     store = AdapterStore(taught.state.adapters)
     store.publish(write, NEW)
     with training(taught, distill="off") as trainer:
@@ -121,7 +121,7 @@ def test_plain_answers_after_a_restart_do_not_roll_the_adapter_back(taught: Taug
 def test_answers_under_a_seed_say_nothing_after_a_restart_either(
     taught: Taught, under_seed: int | None, goes: bool
 ) -> None:
-    """Fewer drafted tokens stand under a seed, which is no fault of the adapter's."""
+    """Under a seed fewer draft tokens are accepted, which is not the adapter's fault."""
     store = AdapterStore(taught.state.adapters)
     store.publish(write, NEW)
     store.promote("0001", "better on held-out records")
@@ -156,9 +156,9 @@ def test_what_is_in_doubt_is_judged_once_more_after_a_restart(taught: Taught) ->
         until(lambda: "back in use" in str(trainer.status.last_run), trainer)
     assert store.current_id() == learned.id
     assert Doubts.load(taught.state.doubts).adapter is None
-    # Killed before it was noted, it is known by being in use.
+    # As if killed before the result was saved: that the adapter is in use shows the result.
     Doubts(learned.id, 81, 100).save(taught.state.doubts)
-    # A third start must not hold the answers of before against it again.
+    # A third start must not count the earlier answers against the adapter again.
     with training(taught, distill="off") as trainer:
         let_it_look(trainer)
         assert store.current_id() == learned.id

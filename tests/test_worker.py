@@ -1,4 +1,4 @@
-"""Background training: a real worker process on a tiny pair, paused, killed, starved and left alone."""
+"""Background training: a real worker process on a tiny pair, which is paused, killed, starved and left alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from adaptive.state import PairState, open_state
 from adaptive.types import Round, SamplingParams
 from checkpoints.store import AdapterStore
 
-# Seconds for what takes a few on an idle machine.
+# Timeout in seconds of work that takes a few on an idle machine.
 PATIENCE_S = 120.0
 ANSWERS = 80
 
@@ -79,7 +79,7 @@ def until(what: Callable[[], bool], trainer: Trainer) -> None:
 
 
 def let_it_look(trainer: Trainer) -> None:
-    """Until the trainer has looked twice at what there is, beginning now."""
+    """Wait until the trainer has looked twice at the log, counted from now."""
     looks, look = [], trainer._look
 
     def counted(log: Log) -> None:
@@ -108,7 +108,7 @@ def test_a_round_waits_until_nobody_asks_pauses_for_a_request_and_is_judged(taug
         if sys.platform == "linux":
             until(lambda: worker.status() == psutil.STATUS_STOPPED, trainer)
         else:
-            time.sleep(0.3)  # the pass that was under way ends
+            time.sleep(0.3)  # until the current pass ends
         paused_at = trainer.status.share
         time.sleep(0.7)
         assert trainer.status.share == paused_at
@@ -216,7 +216,7 @@ def test_a_folder_named_like_ours_where_the_server_is_started_is_not_run(
     with training(taught) as trainer:
         trainer.idle()
         worker = psutil.Process(worker_of(trainer))
-        assert worker.cmdline()[1] == "-I"  # which Python 3.10 knows, and PYTHONSAFEPATH it does not
+        assert worker.cmdline()[1] == "-I"  # Python 3.10 supports -I, but not PYTHONSAFEPATH
         until(lambda: trainer.status.acceptance is not None, trainer)
 
 
@@ -247,7 +247,8 @@ def test_a_manifest_damaged_while_it_is_in_use_is_said_and_training_goes_on(
 
 
 def live(trainer: Trainer, adapter: str | None, rate: float, rounds: int, seed: int) -> None:
-    """Answers of 20 rounds with four drafted tokens, each accepted at ``rate`` as long as all before it were."""
+    """Report answers of 20 rounds with four drafted tokens, each accepted with probability ``rate`` until a
+    rejection."""
     rng = np.random.default_rng(seed)
     for _ in range(rounds // 20):
         accepted = [int(min(4, rng.geometric(1 - rate) - 1)) for _ in range(20)]

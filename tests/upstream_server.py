@@ -1,5 +1,5 @@
-"""A server of the tests' own, on raw sockets, that answers byte for byte what a test says, and breaks off where it
-says; and the proxy in front of it."""
+"""A test server on raw sockets that answers byte for byte as a test's script says and can break off anywhere; and the
+proxy in front of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from adaptive.upstream.proxy import Proxy
 
 @dataclass(frozen=True)
 class Heard:
-    """A request as it came: its first line and headers, and its body."""
+    """A request as received: its first line and headers, and its body."""
 
     head: str
     body: bytes
@@ -34,12 +34,12 @@ MODELS = {"llama-server": "llamacpp", "vllm": "vllm", "sglang": "sglang", "adapt
 
 
 def plain(body: bytes, kind: str = "application/json", status: str = "200 OK", more: str = "") -> bytes:
-    """A whole answer with its length."""
+    """A complete answer with its length."""
     head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n{more}\r\n"
     return head.encode() + body
 
 
-# What a client that asks several things has to be told here, where a connection takes one request.
+# Tells a client with further requests that a connection takes only one here.
 CLOSE = "Connection: close\r\n"
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -51,7 +51,7 @@ def chunk(data: bytes) -> bytes:
 
 @dataclass
 class Scripted:
-    """The server. ``heard`` are the requests; ``most`` the most that were under way at a time."""
+    """The server. ``heard`` holds the requests; ``most`` is the largest number of them in progress at a time."""
 
     script: Script
     kind: str = "llama-server"
@@ -62,7 +62,7 @@ class Scripted:
     url: str = ""
 
     def asked(self, path: str) -> list[Heard]:
-        """What was asked of a path."""
+        """The requests of a path."""
         return [heard for heard in self.heard if heard.path.partition("?")[0] == path]
 
     def answer(self, connection: socket.socket) -> None:
@@ -82,7 +82,7 @@ class Scripted:
             else:
                 self.script(heard, connection)
         except OSError:
-            pass  # whoever asked has gone
+            pass  # the client has disconnected
         finally:
             with self._lock:
                 self._now -= 1
@@ -107,7 +107,7 @@ def _read(connection: socket.socket) -> Heard | None:
 
 
 def _joined(chunks: bytes) -> bytes:
-    """What a chunked body holds."""
+    """The content of a chunked body."""
     found = b""
     while chunks:
         length, _, chunks = chunks.partition(b"\r\n")
@@ -117,7 +117,7 @@ def _joined(chunks: bytes) -> bytes:
 
 @contextlib.contextmanager
 def scripted(script: Script, kind: str = "llama-server") -> Iterator[Scripted]:
-    """A running server that does ``script`` with each request for an answer, and closes the connection."""
+    """A running server that runs ``script`` for each request for an answer, and closes the connection."""
     server = Scripted(script, kind)
 
     class Handler(socketserver.BaseRequestHandler):
@@ -141,13 +141,13 @@ def scripted(script: Script, kind: str = "llama-server") -> Iterator[Scripted]:
 
 @contextlib.contextmanager
 def served(proxy: Proxy) -> Iterator[str]:
-    """The proxy on a port of its own; yields its address."""
+    """Serve the proxy on a port of its own; yields its address."""
     with on_a_thread(proxy, server_header=False, date_header=False) as address:
         yield address
 
 
 def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Wait for something to be so."""
+    """Wait until ``true()`` holds, at most ``seconds``."""
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it did not come to that"
