@@ -1,4 +1,4 @@
-"""A load meter whose operating system is made up: some cores, of which other programs use some."""
+"""A load meter on a simulated machine whose cores are shared with other programs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from adaptive import machine
 
 
 class Accounts(machine.LoadMeter):
-    """The meter of ``cores`` cores whose time passes by ``passed`` alone."""
+    """A load meter of ``cores`` cores. Time advances only by calls of ``passed``."""
 
     def __init__(self, cores: float = 2.0) -> None:
         self.at = self.idle = self.ours = 0.0
@@ -14,11 +14,11 @@ class Accounts(machine.LoadMeter):
         self.cores = cores
 
     def now(self) -> float:  # type: ignore[override]
-        """Seconds that have passed."""
+        """The simulated time in seconds."""
         return self.at
 
     def passed(self, seconds: float, threads: float, others: float) -> None:
-        """So many of the process's own ``threads`` and so many ``others`` were at work for so long."""
+        """Advance by ``seconds`` in which ``threads`` threads of this process and ``others`` of other programs ran."""
         self.at += seconds
         self.ours += threads * seconds
         self.idle += max(0.0, self.cores - threads - others) * seconds

@@ -17,19 +17,19 @@ from service_server import Server
 from adaptive.engines.cpu import delta, kernels
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Models this small lose from threads, and the workers of a parallel run would fight for the cores: here, and in the
-# processes that tests start.
+# One thread in this process and in the processes that tests start: models this small get slower with more threads, and
+# the workers of a parallel run would compete for the cores.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# No test is judged by a time: the machine may be busy.
+# No test has a deadline: the machine may be busy.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """``thorough(but="id")``: that one of the test's parameters belongs to the ordinary run all the same."""
+    """Implement ``thorough(but="id")``: the parameter set ``id`` of the test stays in the ordinary run."""
     for item in items:
         parameters = getattr(item, "callspec", None)
         if parameters and any(mark.kwargs.get("but") == parameters.id for mark in item.iter_markers("thorough")):
@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported by now stays: no look for cycles goes through it again."""
+    """Exclude the objects of all imports so far from garbage collection, which would scan them again and again."""
     gc.freeze()
 
 
@@ -46,7 +46,7 @@ BUNDLED = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled"
 
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No test reads or writes the user's own state."""
+    """Point the home, configuration and working folders into ``tmp_path``: no test touches the user's own state."""
     home = tmp_path / "home"
     monkeypatch.setenv("ADAPTIVE_HOME", str(home))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
@@ -59,7 +59,7 @@ Command = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def adaptive(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs the command line in this process, as the console script does; gives exit status, output and errors."""
+    """Run the command line in this process, as the console script does. Returns exit status, stdout and stderr."""
     from cli.main import run
 
     def call(*arguments: str) -> tuple[int, str, str]:
@@ -123,8 +123,8 @@ def save_random_pair(folder: Path, architecture: str, vocab_size: int | None = N
 
 
 def save_model_that_says(text: str, folder: Path, special: Sequence[str] = (), template: str | None = None) -> Path:
-    """A checkpoint whose answer is ``text``: each token points at the next one, so none may occur twice. ``special``
-    are more special tokens of it, ``template`` another chat template."""
+    """Save a model whose answer to any prompt is ``text``. Each token determines the next one, so no token may occur
+    twice. ``special`` adds special tokens, ``template`` replaces the chat template."""
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
@@ -146,9 +146,9 @@ def save_model_that_says(text: str, folder: Path, special: Sequence[str] = (), t
         embedding, output = model.model.embed_tokens.weight, model.lm_head.weight
         embedding.zero_()
         output.zero_()
-        embedding[:, 0] = 1.0  # whatever stands last in the prompt begins the answer
+        embedding[:, 0] = 1.0  # after any other token comes the first token of the answer
         for place, token in enumerate(tokens):
-            output[token, place] = 10.0  # certain, also where it is drawn
+            output[token, place] = 10.0  # certain even when sampled
             embedding[token] = torch.eye(width)[place + 1]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -156,8 +156,8 @@ def save_model_that_says(text: str, folder: Path, special: Sequence[str] = (), t
 
 
 def save_random_adapter(draft: Path, folder: Path, seed: int = 0, std: float = 0.05) -> Path:
-    """A LoRA adapter of random weights for this draft, large enough to change what it predicts; ten times that
-    ``std`` leaves nothing of what it knew."""
+    """Save a LoRA adapter of random weights for this draft. The default ``std`` changes the draft's predictions; ten
+    times as much destroys them."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -173,8 +173,8 @@ def save_random_adapter(draft: Path, folder: Path, seed: int = 0, std: float = 0
 
 
 def save_head(target: Path, folder: Path, noise: float | None = None) -> Path:
-    """A head's checkpoint on this target: its last layer, or with ``noise`` of that size, and random weights of the
-    layer that reads features, on all of its weights."""
+    """Save a head for this target in its initial state: a copy of the target's last layer. ``noise`` adds normal noise
+    to each weight matrix, of ``noise`` times the matrix's standard deviation."""
     from adaptive.engines.head.module import Head
     from adaptive.engines.head.parts import parts_of_folder
 
@@ -191,7 +191,7 @@ def save_head(target: Path, folder: Path, noise: float | None = None) -> Path:
 
 @pytest.fixture(params=list(kernels.LIBRARIES))
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """One instruction set after the other, in use."""
+    """Runs the test once with each instruction set of the kernels."""
     if kernels.built(request.param) is None:
         pytest.skip("was not built: no C++ compiler, or it does not know these instructions")
     if request.param not in kernels.runnable():
@@ -204,7 +204,7 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture(params=["ours", "torch's"])
 def linear_layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """On our own kernels, and without them."""
+    """Runs the test once with our own kernels and once without them."""
     if request.param == "torch's":
         monkeypatch.setattr(kernels, "library", lambda: None)
     elif kernels.library() is None:
@@ -212,7 +212,7 @@ def linear_layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     return str(request.param)
 
 
-# What the dialects' server knows: tools, thinking, and every role by its name.
+# Chat template of the ``dialects`` server: it renders tools, thinking and every role by its name.
 TALKATIVE = (
     "{{ bos_token }}{% if tools %}<|system|>Tools: {{ tools | tojson }}. Call one by "
     '<tool_call>{"name": <name>, "arguments": <object>}</tool_call><|end|>{% endif %}'
@@ -224,7 +224,7 @@ DIALECTS_KEY = "correct-horse"
 
 @pytest.fixture(scope="session")
 def dialects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of the bundled pair with a chat template that knows tools and thinking, for every dialect's tests."""
+    """A server of the bundled pair whose chat template has tools and thinking, shared by the tests of all dialects."""
     target = tmp_path_factory.mktemp("talkative") / "Talkative-1B"
     target.mkdir()
     for file in (BUNDLED / "target").iterdir():

@@ -1,4 +1,4 @@
-"""Real ``adaptive draft-server`` processes for the tests, and servers that are none."""
+"""Real ``adaptive draft-server`` processes for the tests, and servers that imitate one."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class DraftServer(Server):
 
 @contextlib.contextmanager
 def impostor(real: str, answer: Callable[[Any, bytes], None]) -> Iterator[str]:
-    """A server that says of itself what the ``real`` one says, and answers questions for proposals as it likes: by
-    ``answer``, of the request's handler and body. Its address."""
+    """A server that introduces itself exactly as the ``real`` one does and answers requests for proposals by calling
+    ``answer`` with the request's handler and body. Yields its address."""
     known = {path: httpx.get(f"{real}{path}").content for path in (HELLO, VOCABULARY)}
 
     class Handler(BaseHTTPRequestHandler):
@@ -58,7 +58,7 @@ def impostor(real: str, answer: Callable[[Any, bytes], None]) -> Iterator[str]:
 
     class Quiet(ThreadingHTTPServer):
         def handle_error(self, *_: object) -> None:
-            pass  # a client that waits no longer
+            pass  # the client has disconnected
 
     server = Quiet(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
@@ -73,7 +73,7 @@ def impostor(real: str, answer: Callable[[Any, bytes], None]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def served_here(engine: Any, vocabulary: Vocabulary, settings: Settings | None = None) -> Iterator[str]:
-    """The draft server's application over an engine of this process, on a thread. Its address."""
+    """Serve the draft server's application from a thread, over an engine of this process. Yields its address."""
     drafts = Drafts(engine, 10**9)
     hello = Hello(
         id="here", weights="0", vocab_size=engine.vocab_size, context_length=engine.context_length,
@@ -90,7 +90,7 @@ def served_here(engine: Any, vocabulary: Vocabulary, settings: Settings | None =
 
 
 def say(handler: Any, body: bytes, status: int = 200) -> None:
-    """Answer a request."""
+    """Send a response with this body."""
     handler.send_response(status)
     handler.send_header("Content-Length", str(len(body)))
     handler.end_headers()

@@ -1,7 +1,7 @@
-"""Tiny targets with the heads that people have: a multi-token head inside, named as published checkpoints name it.
+"""Tiny targets with heads in published formats: multi-token heads inside the checkpoint, and separate EAGLE-3 heads.
 
-``alike``: head and target add little to what they read, so that the next token hangs on the last one above all, and
-some of what is drafted stands; else all weights are random, and next to nothing does.
+With ``alike`` the layers of head and target add little to their input, so the next token depends mainly on the last
+one and some drafted tokens are accepted. Otherwise all weights are random and almost none are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from conftest import BUNDLED
 from safetensors.torch import load_file, save_file
 from tiny_models import randomise, tiny_config
 
-# Types with such a head, and what else their config says; the layer that becomes the head is the last.
+# Model types with a multi-token head, and the config values to change. The last layer becomes the head.
 MTP_TYPES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_hidden_layers": 3},
     "glm4_moe": {"num_hidden_layers": 3},
@@ -26,13 +26,13 @@ MTP_TYPES: dict[str, dict[str, Any]] = {
     },
     "qwen3_next": {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "full_attention"]},
 }
-# Of what a layer adds, where head and target are alike.
+# Factor on the output projections of the layers, where head and target are ``alike``.
 DAMPED = 0.05
 OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")
 
 
 def save_with_mtp(model_type: str, folder: Path, alike: bool = True, vocab_size: int | None = None) -> Path:
-    """A target whose checkpoint has a multi-token head, with the bundled target's tokenizer."""
+    """Save a target whose checkpoint holds a multi-token head, with the bundled target's tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
@@ -56,7 +56,7 @@ def save_with_mtp(model_type: str, folder: Path, alike: bool = True, vocab_size:
 
 
 def apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Experts as published checkpoints have them, a tensor each."""
+    """Split stacked experts into a tensor for each expert, as in published checkpoints."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         experts, _, which = name.rpartition(".experts.")
@@ -74,7 +74,7 @@ def apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def last_layer_becomes_head(folder: Path, alike: bool) -> None:
-    """In a checkpoint: the model has one layer less, and that one is the block of a multi-token head."""
+    """Rewrite a checkpoint so that the model's last layer becomes the block of a multi-token head."""
     file = folder / "model.safetensors"
     tensors, config = load_file(file), json.loads((folder / "config.json").read_text())
     last = config["num_hidden_layers"] - 1
@@ -93,30 +93,30 @@ def last_layer_becomes_head(folder: Path, alike: bool) -> None:
     fuse = torch.randn(width, 2 * width, generator=generator) * (1.5 / (2 * width) ** 0.5)
     if alike:
         fuse = 0.1 * fuse + torch.cat([torch.eye(width), torch.zeros(width, width)], 1)
-    if config["model_type"].startswith("qwen"):  # whose norms multiply by one more than their weight
+    if config["model_type"].startswith("qwen"):  # Qwen's norms multiply by 1 + weight
         head = {"mtp.fc.weight": fuse, "mtp.norm.weight": around(0.0)}
         head |= {f"mtp.pre_fc_norm_{part}.weight": around(0.0) for part in ("embedding", "hidden")}
         outer = "mtp.layers.0."
     else:
         head = {f"{inner}eh_proj.weight": fuse, f"{inner}shared_head.norm.weight": around(1.0)}
         head |= {f"{inner}{part}.weight": around(1.0) for part in ("enorm", "hnorm")}
-        # Published ones have the shared parts once more.
+        # Published checkpoints hold copies of the shared parts.
         head[f"{inner}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
         head[f"{inner}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         outer = inner
-    # So that what is before the final norm and behind it are two things.
+    # Random weights, so that states before and after the final norm differ.
     head["model.norm.weight"] = around(0.0 if outer != inner else 1.0)
     named = {(outer + name.removeprefix(inner) if name.startswith(inner) else name): t for name, t in tensors.items()}
     save_file({**apart(named), **head}, file, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
-# Layers of a target before which its states are read.
+# The head reads the target's hidden states before these layers.
 TAPS = (1, 3, 4)
 
 
 def save_eagle_target(folder: Path, model_type: str = "llama") -> Path:
-    """A target of five layers, the last of which adds little, with the bundled target's tokenizer."""
+    """Save a target of five layers, each of which adds little, with the bundled target's tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
@@ -143,8 +143,9 @@ def save_eagle_target(folder: Path, model_type: str = "llama") -> Path:
 
 
 def eagle_tensors(target: Path, few: int, alike: bool = True, biased: bool = False) -> dict[str, torch.Tensor]:
-    """Those of a head of one layer on a target, by their names in a SpecForge file. One that is ``alike`` attends to
-    the token of its own row above all, and says of it what the target's projection says."""
+    """The tensors of a one-layer EAGLE-3 head for a target, by their names in a SpecForge file; ``few`` is the size of
+    its vocabulary. With ``alike`` the head attends mainly to the token of its own row and predicts what the target's
+    projection predicts for it."""
     tensors, config = load_file(target / "model.safetensors"), json.loads((target / "config.json").read_text())
     width, vocab = int(config["hidden_size"]), int(config["vocab_size"])
     projection = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
@@ -178,7 +179,7 @@ def eagle_tensors(target: Path, few: int, alike: bool = True, biased: bool = Fal
 def save_eagle(
     target: Path, folder: Path, written_by: str, few: int = 3000, alike: bool = True, kind: str = "llama", **said: Any
 ) -> Path:
-    """A head's checkpoint on a target, as ``specforge`` or ``speculators`` writes it; ``said`` goes into its config."""
+    """Save a head for a target, in the format of ``specforge`` or ``speculators``; ``said`` goes into its config."""
     config = json.loads((target / "config.json").read_text())
     tensors = eagle_tensors(target, few, alike)
     layer = {

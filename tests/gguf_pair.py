@@ -20,19 +20,19 @@ from adaptive.engines.llamacpp.write import Encoding, write_model
 
 
 def write_bundled(part: str, folder: Path, encoding: Encoding) -> Path:
-    """The bundled ``target`` or ``draft`` as a GGUF file."""
+    """Write the bundled ``target`` or ``draft`` as a GGUF file."""
     return write(BUNDLED / part, folder / f"{part}-{encoding}.gguf", encoding)
 
 
 def write(checkpoint: Path, file: Path, encoding: Encoding) -> Path:
-    """A checkpoint as a GGUF file."""
+    """Write a checkpoint as a GGUF file."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
     write_model(model, AutoTokenizer.from_pretrained(checkpoint), file, encoding, file.stem)
     return file
 
 
 def engine(file: Path, threads: int = 1) -> LlamaCppEngine:
-    """The file, loaded."""
+    """Load the file."""
     model = LlamaModel(file)
     return LlamaCppEngine(model, GgufTokenizer(model).end_tokens, threads)
 

@@ -1,6 +1,6 @@
-"""Tiny checkpoints in the formats of the hub, written tensor by tensor: no package of a format is needed to make one.
+"""Write tiny quantised checkpoints in the formats found on the hub, without the packages of these formats.
 
-In: a checkpoint. Out: another, and the first with the weights that the quantised ones stand for.
+In: a dense checkpoint. Out: a quantised copy; the weights of the dense checkpoint become the dequantised ones.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 BLOCK = 32
-# The sixteen numbers that four bits of mxfp4 stand for.
+# The magnitudes of the sixteen mxfp4 values; the fourth bit is the sign.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 Tensors = dict[str, torch.Tensor]
-# A weight's tensors in the format, by what stands behind the module's name, and the weight that they stand for.
+# Quantises a weight: returns its tensors in the format, by name suffix, and the dequantised weight.
 Format = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
 
 
 def fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Eight bits with a scale for each block of 32 by 32, as DeepSeek's and Qwen's checkpoints have them."""
+    """Eight bits with a scale for each block of 32 by 32, as in DeepSeek's and Qwen's checkpoints."""
     rows, columns = (side // BLOCK for side in weight.shape)
     blocks = weight.reshape(rows, BLOCK, columns, BLOCK)
     scale = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
@@ -40,7 +40,7 @@ def channels(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def packed(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Four bits in groups of 32 inputs, eight of them in a number of 32 bits, as compressed-tensors writes them."""
+    """Four bits in groups of 32 inputs, eight inputs to a 32-bit word, as compressed-tensors writes them."""
     groups = weight.reshape(len(weight), -1, BLOCK)
     scale = groups.abs().amax(2) / 7
     small = (groups / scale[:, :, None]).round().clamp(-8, 7)
@@ -52,7 +52,7 @@ def packed(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Four bits with a power of two for each 32 inputs; weight (experts, inputs, outputs), as gpt-oss has it."""
+    """Four bits with a power-of-two scale for each 32 inputs, as in gpt-oss; weight (experts, inputs, outputs)."""
     groups = weight.transpose(1, 2).reshape(len(weight), weight.shape[2], -1, BLOCK)
     power = (groups.abs().amax(3) / 6).log2().ceil()
     scaled = groups / power.exp2()[..., None]
@@ -67,7 +67,7 @@ def mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def gptq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Four bits in groups of 32 inputs, eight inputs in a number of 32 bits, and zero points less one."""
+    """Four bits in groups of 32 inputs, eight inputs to a 32-bit word; zero points are stored minus one."""
     whole, scale, dense = _from_the_middle(weight)
     zeros = torch.full_like(scale, MIDDLE - 1, dtype=torch.int64)
     return {
@@ -79,7 +79,7 @@ def gptq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """The same with eight outputs in a number of 32 bits, even ones first, and zero points as they are."""
+    """Four bits in groups of 32 inputs, eight outputs to a 32-bit word, even ones first; zero points unchanged."""
     whole, scale, dense = _from_the_middle(weight)
     zeros = torch.full_like(scale, MIDDLE, dtype=torch.int64)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -90,13 +90,13 @@ def awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     }, dense
 
 
-# Of the sixteen numbers of four bits, the one that stands for zero.
+# The four-bit number that represents zero.
 MIDDLE = 8
 
 
 def _from_the_middle(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A weight (out, in) as numbers from 0 to 15 (in, out), the scales (groups, out) in float16, and what they stand
-    for."""
+    """Quantise a weight (out, in): numbers from 0 to 15 (in, out), scales (groups, out) in float16, and the
+    dequantised weight."""
     groups = weight.T.reshape(-1, BLOCK, len(weight))
     scale = (groups.abs().amax(1) / (MIDDLE - 1)).half()
     small = (groups / scale.float()[:, None]).round().clamp(-MIDDLE, MIDDLE - 1)
@@ -105,12 +105,12 @@ def _from_the_middle(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def _words(nibbles: torch.Tensor, order: Iterable[int]) -> torch.Tensor:
-    """Eight numbers of four bits (..., 8) in one of 32 bits, from the lowest bits on in the given order."""
+    """Pack eight four-bit numbers (..., 8) into a 32-bit word, in the given order from the lowest bits up."""
     words = sum(nibbles[..., number] << (4 * place) for place, number in enumerate(order))
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-# What a config says of each.
+# The ``quantization_config`` of each format.
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": BLOCK, "sym": True, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": BLOCK, "zero_point": True, "version": "gemm"}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
@@ -141,8 +141,8 @@ PACKED = CHANNELS | {
 
 
 def quantise(folder: Path, into: Path, made: Format, config: dict[str, Any]) -> None:
-    """Write the checkpoint in ``folder`` anew, with its linear layers, or for mxfp4 its experts, in a format; the one
-    in ``folder`` then has the weights that these stand for."""
+    """Copy the checkpoint in ``folder`` to ``into`` with its linear layers (for mxfp4: its experts) quantised by
+    ``made``. The weights in ``folder`` are replaced by the dequantised ones."""
     file = folder / "model.safetensors"
     dense = load_file(file)
     tensors = dict(dense)
@@ -161,14 +161,14 @@ def quantise(folder: Path, into: Path, made: Format, config: dict[str, Any]) -> 
 
 
 def _linear(name: str, weight: torch.Tensor) -> bool:
-    """Whether it is the weight of a linear layer of whole blocks, and none that such checkpoints leave as it is."""
+    """Whether this is a linear layer's weight of whole blocks that quantised checkpoints do not keep dense."""
     kept = ("lm_head.weight", "embed_tokens.weight", "router.weight", "mlp.gate.weight", "conv1d.weight")
     whole = weight.ndim == 2 and not any(side % BLOCK for side in weight.shape)
     return whole and name.endswith(".weight") and not name.endswith(kept) and "visual" not in name
 
 
 def say(folder: Path, config: dict[str, Any]) -> None:
-    """Have the checkpoint's config say that its weights are quantised so."""
+    """Add this ``quantization_config`` to the checkpoint's config."""
     file = folder / "config.json"
     said = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps(said | {"quantization_config": config}), encoding="utf-8")

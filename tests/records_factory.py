@@ -1,4 +1,4 @@
-"""Generations for the tests of the log, made up but complete."""
+"""Synthetic but complete generations for the tests of the log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def generation(
     supervised: bool = True,
     raw: bool = False,
 ) -> Generation:
-    """A generation that differs from others by ``number`` and by what is said."""
+    """A generation whose contents are determined by ``number`` and the other arguments."""
     rng = np.random.default_rng(number)
     supervision = Supervision(
         ids=rng.integers(0, 4096, (tokens, 8), dtype=np.int32),
@@ -56,7 +56,7 @@ def generation(
 
 
 def start(code: str, path: Path) -> subprocess.Popen[str]:
-    """Run ``code``, which finds ``path`` in ``sys.argv[1]`` and may import this module, as its own process."""
+    """Run ``code`` as a process of its own. It finds ``path`` in ``sys.argv[1]`` and may import this module."""
     here = Path(__file__).parent
     command = [sys.executable, "-c", code, str(path)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=here)

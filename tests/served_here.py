@@ -1,4 +1,4 @@
-"""An application that is served by a thread of this process."""
+"""Serves an application from a thread of this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adaptive.service.server import listen
 
 @contextlib.contextmanager
 def on_a_thread(app: Any, **options: Any) -> Iterator[str]:
-    """The address of ``app``, with ``options`` of uvicorn's."""
+    """Serve ``app`` by uvicorn with these ``options``. Yields the address."""
     listening = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", **options))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import httpx
 
-# Seconds for a server to be ready on a busy machine; an idle one takes a tenth. While it imports, it may not answer.
+# Seconds for a server to be ready on a busy machine; an idle machine takes a tenth. The server may not answer while it
+# imports.
 START_S = 120.0
 
 
@@ -35,16 +36,16 @@ class Server:
 
     @property
     def said(self) -> str:
-        """What the server has written so far."""
+        """The server's output so far."""
         return self.errors.read_text(encoding="utf-8")
 
     @property
     def records(self) -> Path:
-        """The log of the one pair."""
+        """The log's file; there is one pair."""
         return next(self.home.glob("*/records.db"))
 
     def wait_until_ready(self) -> Server:
-        """Until ``/health`` is 200; a server that does not come to that is killed."""
+        """Wait until ``/health`` is 200. Kill the server and raise if that does not happen."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and self.process.poll() is None:
             status = httpx.get(f"{self.url}/health", timeout=START_S).status_code
@@ -67,7 +68,7 @@ class Server:
         self.process.wait()
 
     def stop(self) -> int:
-        """SIGTERM; the exit status."""
+        """Send SIGTERM. Returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:

@@ -1,4 +1,4 @@
-"""Processes that really take the processor."""
+"""Processes that keep processor cores busy."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 import psutil
 
-# Works through large numbers, without the interpreter's lock.
+# Hashes large buffers, which releases the interpreter's lock.
 SPIN = "import hashlib\nwhile True: hashlib.sha256(bytes(2**20)).digest()"
 
 
 @contextmanager
 def spinning(count: int) -> Iterator[list[psutil.Process]]:
-    """So many processes that take all the time they get, and have begun to."""
+    """Start ``count`` processes that use all the processor time they get, and wait until they have used some."""
     started = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(count)]
     try:
         found = [psutil.Process(process.pid) for process in started]
@@ -31,5 +31,5 @@ def spinning(count: int) -> Iterator[list[psutil.Process]]:
 
 
 def taken(processes: list[psutil.Process]) -> float:
-    """Seconds of a core that they have had."""
+    """Processor seconds that the processes have used, in total."""
     return sum(sum(process.cpu_times()[:2]) for process in processes)

@@ -1,4 +1,4 @@
-"""Adapters for the tests of the store: tiny, but whole PEFT folders."""
+"""Adapters for the tests of the store: tiny but complete PEFT folders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write(folder: Path) -> None:
 
 
 def published(root: Path, count: int, promote: int = 0) -> AdapterStore:
-    """A store of ``count`` adapters, the first ``promote`` of them promoted one after the other."""
+    """A store of ``count`` adapters, of which the first ``promote`` have been promoted in turn."""
     store = AdapterStore(root)
     parent = None
     for _ in range(count):
@@ -37,7 +37,8 @@ def published(root: Path, count: int, promote: int = 0) -> AdapterStore:
 
 @contextmanager
 def folder_in_memory() -> Iterator[Path]:
-    """A folder whose flushing takes no time, where the system has one: a kill, unlike a power cut, spares it."""
+    """A temporary folder in memory if the system has one, so that flushing takes no time. Its contents survive a kill,
+    though not a power cut."""
     memory = Path("/dev/shm")
     usable = memory.is_dir() and os.access(memory, os.W_OK)
     with tempfile.TemporaryDirectory(dir=memory if usable else None) as folder:

@@ -1,4 +1,4 @@
-"""The bench of adaptation runs real rounds on streams, counts what it should, and reports it."""
+"""The adaptation benchmark runs real rounds on streams of prompts and reports correct counts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from adaptive.settings import Settings
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Settings:
-    """A tiny pair and 60 prompts of either of two kinds."""
+    """A tiny pair and 60 prompts of each of two kinds."""
     for name, model in (("target", target()), ("draft", small_draft())):
         model.save_pretrained(tmp_path / name)
         tokenizer().save_pretrained(tmp_path / name)

@@ -121,7 +121,7 @@ def test_bfloat16_weights_are_rounded_once(tmp_path: Path) -> None:
     a, b = (saved[f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight"] for part in "AB")
     expected = (pristine.double() + 2.0 * (b.double() @ a.double())).to(torch.bfloat16)
     same = (model.model.layers[0].self_attn.q_proj.weight == expected).float().mean()
-    assert same > 0.999  # float32 arithmetic may fall on the other side of a tie
+    assert same > 0.999  # float32 rounding may break a tie the other way
     reference = PeftModel.from_pretrained(llama(torch.bfloat16), str(folder)).eval()
     torch.testing.assert_close(logits(model), logits(reference), rtol=0.05, atol=0.05)
 
@@ -252,7 +252,7 @@ def test_a_changed_embedding_beside_the_adapter_is_refused(tmp_path: Path) -> No
     folder = write_adapter(tmp_path / "a", llama, target_modules=["embed_tokens"])
     tensors = load_file(folder / "adapter_model.safetensors")
     copies = [key for key in tensors if "lora_" not in key]
-    assert copies  # PEFT keeps a copy of the table, which is ignored while it is only a copy
+    assert copies  # PEFT saves the embedding table too; it is ignored while it equals the model's own
     save_file({**tensors, copies[0]: tensors[copies[0]] + 1}, folder / "adapter_model.safetensors")
     with pytest.raises(AdaptiveError, match=r"embed_tokens.*is not a LoRA weight"):
         MergedAdapter(llama()).apply(folder)

@@ -1,4 +1,4 @@
-"""``adaptive adapters`` on real stores of a real pair: what it shows, what it changes, what it refuses."""
+"""``adaptive adapters`` on real stores of a real pair: output, changes and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ runner = CliRunner()
 
 
 def run(*arguments: str) -> str:
-    """Standard output of a command that succeeds."""
+    """Run a command that must succeed. Returns its standard output."""
     done = runner.invoke(app, ["adapters", *arguments])
     if isinstance(done.exception, AdaptiveError):
         raise done.exception
@@ -36,7 +36,7 @@ def run(*arguments: str) -> str:
 
 @pytest.fixture
 def store(own_home: Path) -> AdapterStore:
-    """A store of three adapters, the first two promoted one after the other, the third with figures."""
+    """A store of three adapters: the first two were promoted in turn, the third has measured figures."""
     store = published(own_home / "target--draft-00000000" / "adapters", 2, promote=2)
     held = HeldOut(
         12, 900, 4, Interval(0.30, 0.28, 0.32), Interval(0.44, 0.41, 0.47), Interval(0.14, 0.1, 0.18),

@@ -1,4 +1,4 @@
-"""What is drafted while the target verifies is used where it was guessed right, and changes no text."""
+"""Drafting ahead, while the target verifies: a correct guess is used, and no text changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STREAMED = {"target": str(BUNDLED / "target"), "draft": str(BUNDLED / "draft"), 
 
 
 class AllAhead:
-    """A drafter that drafts ahead all that it can before anybody asks again."""
+    """Wraps a drafter: after each proposal it drafts ahead until nothing is left to draft."""
 
     def __init__(self, drafter: Any) -> None:
         self.drafter, self.ready = drafter, 0
@@ -48,7 +48,7 @@ class AllAhead:
 
 
 class Counting:
-    """Passes of a draft since it is looked at."""
+    """Counts the passes of drafts."""
 
     passes = 0
 
@@ -81,8 +81,8 @@ def drafter_of(kind: Any, engine: TransformersEngine, params: SamplingParams, vo
 def test_a_proposal_that_was_ready_is_the_one_that_would_have_been_made(
     models: tuple[TransformersEngine, TransformersEngine], counted: None, kind: Any, params: SamplingParams
 ) -> None:
-    """Of a chain to the token; a tree may know more nodes, so that only its own choice is compared: it is one of the
-    draft's likeliest texts."""
+    """A chain drafted ahead equals a fresh one token for token. A tree drafted ahead may cover other nodes, so only its
+    shape and its first token are checked."""
     draft = models[1]
     ahead = drafter_of(kind, draft, params, VOCAB)
     committed = list(PROMPT)
@@ -111,14 +111,14 @@ def test_a_proposal_that_was_ready_is_the_one_that_would_have_been_made(
 def test_what_was_drafted_ahead_leaves_nothing_behind(
     models: tuple[TransformersEngine, TransformersEngine], kind: Any
 ) -> None:
-    """Once the text goes on otherwise, or its end is taken back, the draft's cache is that of the text."""
+    """When the text continues differently, or its end is rolled back, the draft's cache holds that text only."""
     draft = models[1]
     ahead = drafter_of(kind, draft, GREEDY, VOCAB)
     committed = list(PROMPT)
-    for token in (0, 1, 2, 3, 4, 5, 6, 7, 0, 0, 7):  # whatever the draft thinks of them
+    for token in (0, 1, 2, 3, 4, 5, 6, 7, 0, 0, 7):  # regardless of the draft's predictions
         proposal = ahead.propose(committed, 3)
         assert proposal is not None
-        # Outcomes of a chain stay in the cache until it is known which it was: here the text's last token goes.
+        # The cache keeps all outcomes of a chain until the actual one is known. Here the last token is rolled back.
         held = len(committed) - 1
         committed.append(token)
         ahead.rollback(held if kind is ChainAhead else len(committed) - 1)
@@ -134,8 +134,8 @@ def test_what_was_drafted_ahead_leaves_nothing_behind(
 def test_whatever_the_target_says_the_next_proposal_is_the_same(
     models: tuple[TransformersEngine, TransformersEngine], counted: None, kind: Any, params: SamplingParams
 ) -> None:
-    """None, some and all of a chain stand, and then comes any token: what is proposed there is what would have been
-    proposed anyway, and ready where chains are drafted behind every outcome."""
+    """None, some or all tokens of a chain are accepted, and any token follows. The next proposal equals the one made
+    without drafting ahead. Where chains are drafted for every outcome, it is ready without a pass."""
     draft = models[1]
     ahead = drafter_of(kind, draft, params, VOCAB)
     committed = list(PROMPT)
@@ -171,7 +171,7 @@ def test_what_follows_a_prompt_is_drafted_while_it_is_read(
 
 
 class Noting:
-    """Asks another adviser, and keeps what about."""
+    """Forwards to another adviser and keeps the arguments."""
 
     def __init__(self, advise: Any) -> None:
         self.advise, self.asked = advise, list[tuple[int, float]]()
@@ -185,7 +185,7 @@ class Noting:
 def test_an_adviser_is_asked_the_same_of_what_was_drafted_ahead(
     models: tuple[TransformersEngine, TransformersEngine], steps: int
 ) -> None:
-    """However much of it is there when he is asked."""
+    """Independent of how many tokens were drafted ahead when the adviser is called."""
     drafter, committed = drafter_of(ChainAhead, models[1], GREEDY, VOCAB).drafter, list(PROMPT)
 
     def advise(position: int, confidence: float) -> Advice:
@@ -212,7 +212,7 @@ def test_the_whole_loop_samples_from_the_target(
     params: SamplingParams,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outcomes, "NODES", 48)  # which finds some outcomes, and misses others
+    monkeypatch.setattr(outcomes, "NODES", 48)  # covers some outcomes and misses others
     drafter = drafter_of(kind, models[1], params, VOCAB)
     counts = run_loop(models, params, 1, runs, certain=drafter)  # type: ignore[arg-type]
     assert p_value(counts, exact_distribution(models[0], params)) > 0.001
@@ -246,7 +246,7 @@ def test_a_streamed_target_says_what_it_says_alone(
 
 @pytest.fixture(scope="module")
 def alone(prompts: list[str]) -> list[list[int]]:
-    """What the target says alone, in memory."""
+    """The answers of the target without a draft, all of its weights in memory."""
     resident = load_pair(load_settings({name: said for name, said in STREAMED.items() if name != "memory"}))
     return answers(Assistant(resident, FixedLength(0), None), prompts, GREEDY, 200)
 
@@ -295,7 +295,7 @@ def test_a_worker_does_nothing_once_it_is_stopped_and_outlives_a_failure() -> No
 
 
 def test_conversations_go_on_behind_what_was_drafted_ahead(streamed: Pair, adaptive: Command) -> None:
-    """Caches of the next turn hold what was said and nothing that was guessed."""
+    """At the next turn the caches hold the text and no guessed tokens."""
     once, anew = Assistant(streamed, FixedLength(4), None), Assistant(streamed, FixedLength(4), None)
     stop, chat = StopParams(max_new_tokens=24, ignore_eos=True), [Message("user", "Count from one to ten.")]
     list(once.chat(chat, GREEDY, stop))

@@ -1,4 +1,4 @@
-"""Sampling over a large vocabulary takes few new pages; a process ends without a look at every object."""
+"""Sampling over a large vocabulary allocates few new pages; a process ends without a scan of all objects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ print(faults() - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep freed memory by their own rules")
 def test_a_process_keeps_the_buffers_of_a_large_vocabulary() -> None:
     done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 100 * ROUNDS  # up to 40 a round; without keep_buffers 400 to 1,200
+    assert int(done.stdout) < 100 * ROUNDS  # page faults: up to 40 a round, without keep_buffers 400 to 1,200
 
 
 def test_a_process_ends_without_looking_for_cycles_among_all_its_objects() -> None:

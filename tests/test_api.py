@@ -1,4 +1,4 @@
-"""``from adaptive import Assistant``: what a Python program may do with a pair."""
+"""``from adaptive import Assistant``: the Python interface to a pair."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_it_answers_streams_keeps_a_log_and_says_how_it_decoded(own_home: Path) 
         assert stats.sentence.startswith("drafting")
         colours = ["red", "green"]
         assert json.loads(assistant.ask("Name a colour.", json_schema={"enum": colours})) in colours
-        first = next(iter(assistant.stream("Count to a hundred.", session="mine")))  # and reads no further
+        first = next(iter(assistant.stream("Count to a hundred.", session="mine")))  # and abandons the stream
         state = PairState(own_home / pair_identity(load_settings({})).id)
     with Log(state.records) as log:
         kept = [entry.generation for entry in log.generations()]

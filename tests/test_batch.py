@@ -1,4 +1,4 @@
-"""Several answers at once say what each says alone, and a prompt that is read beside them keeps nobody waiting."""
+"""Answers decoded in a batch equal those decoded alone, and reading a prompt does not stall the other answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from adaptive.types import Message, SamplingParams, StopParams
 
 GREEDY = SamplingParams(temperature=0.0)
 SEEDED = SamplingParams(temperature=0.8, seed=5)
-# What eight answers are asked for: greedy, under a seed, with what changes logits, with stop strings, of several sizes.
+# Parameters of eight answers: greedy, seeded, with penalties, stop strings and grammars, of several lengths.
 ASKED: list[tuple[SamplingParams, StopParams, dict[str, Any]]] = [
     (GREEDY, StopParams(40), {}),
     (SEEDED, StopParams(24, ignore_eos=True), {}),
@@ -69,7 +69,7 @@ def assistant_of(pair: Pair, policy: LengthPolicy, history: bool = False) -> Ass
 
 
 def questions(assistant: Assistant, prompts: Sequence[str]) -> list[Question]:
-    """One for each of ``ASKED``."""
+    """A question for each entry of ``ASKED``."""
     found = []
     for number, (sampling, stop, more) in enumerate(ASKED):
         messages = (Message("user", prompts[number]),)
@@ -79,7 +79,7 @@ def questions(assistant: Assistant, prompts: Sequence[str]) -> list[Question]:
 
 
 def alone(assistant: Assistant, asked: Sequence[Question]) -> list[list[int]]:
-    """The answers one after the other, each in caches of its own."""
+    """The tokens of the answers decoded one after another, each in caches of its own."""
     said = []
     for question in asked:
         assistant.conversations = Conversations(assistant.pair.target, assistant.pair.draft, 1)
@@ -92,7 +92,8 @@ def alone(assistant: Assistant, asked: Sequence[Question]) -> list[list[int]]:
 def together(
     assistant: Assistant, asked: Sequence[Question], late: Sequence[int] = (), engine: Engine | None = None
 ) -> list[list[int]]:
-    """The same in a batch; question ``late[i]`` joins after 3 * (i + 1) bursts, the others at once."""
+    """The tokens of the answers decoded in a batch. Question ``late[i]`` joins after 3 * (i + 1) bursts, the others at
+    once."""
     batch = Batch(engine or assistant.pair.target, lambda: True)
     joins = {number: 3 * (late.index(number) + 1) if number in late else 0 for number in range(len(asked))}
     said: list[list[int]] = [[] for _ in asked]
@@ -117,7 +118,7 @@ def together(
 
 
 def counting(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Of every pass over several sequences how many tokens of each it took."""
+    """Record every pass over several sequences as the list of its token counts, one for each sequence."""
     passes: list[list[int]] = []
     usual = engine.extend_together
 
@@ -172,7 +173,7 @@ def test_answers_that_are_given_each_others_logits_fail_the_same_test(
 def test_one_alone_is_decoded_by_the_calls_of_one(
     pairs: dict[str, Pair], prompts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the others come and after they have gone no pass is one over several."""
+    """While only one answer is under way, no pass goes through the call for several sequences."""
     assistant = assistant_of(pairs["float32"], FixedLength(3))
     asked = questions(assistant, prompts)[:2]
     passes = counting(pairs["float32"].target, monkeypatch)
@@ -227,7 +228,7 @@ def test_a_long_prompt_is_read_beside_the_others_in_slices(
 
 
 class Burst:
-    """Answers of greedy tokens that share rounds, to prompts of given lengths."""
+    """Greedy answers that share rounds, to prompts of given lengths."""
 
     def __init__(self, assistant: Assistant, prompts: Sequence[str]) -> None:
         self.assistant, self.batch = assistant, Batch(assistant.pair.target, lambda: True)
@@ -235,7 +236,7 @@ class Burst:
         self.answerings: list[Answering] = []
 
     def join(self, length: int, tokens: int = 60) -> Answering:
-        """An answer of so many tokens to a prompt that no other begins with."""
+        """Begin an answer of ``tokens`` tokens to a prompt of ``length`` tokens with no prefix of another prompt."""
         prompt, stop = self.text[len(self.answerings) :][:length], StopParams(tokens, ignore_eos=True)
         self.answerings.append(self.assistant.begin(Question(prompt, (), "x", GREEDY, stop)))
         self.answerings[-1].decoding.begin()
@@ -253,7 +254,8 @@ class Burst:
 def test_first_tokens_come_as_soon_as_prompts_are_read_the_shortest_first(
     pairs: dict[str, Pair], prompts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pass in which a prompt ends is not filled up with others, and no draft reads what it can read later."""
+    """A pass that completes a prompt is not filled up with tokens of other prompts, and drafts read their prompts only
+    when all first tokens are out."""
     burst = Burst(assistant_of(pairs["float32"], FixedLength(2)), prompts)
     passes, lengths = counting(burst.assistant.pair.target, monkeypatch), [110, 70, 40, 90, 80]
     answerings = [burst.join(length) for length in lengths]
@@ -273,7 +275,7 @@ def test_first_tokens_come_as_soon_as_prompts_are_read_the_shortest_first(
 
 
 def test_a_long_prompt_is_not_put_off_for_ever(pairs: dict[str, Pair], prompts: list[str]) -> None:
-    """Though a shorter one joins with every pass; and beside one that takes long who joins drafts."""
+    """A long prompt is read even if a shorter one joins with every pass. An answer that joins meanwhile drafts."""
     burst = Burst(assistant_of(pairs["float32"], FixedLength(2)), prompts)
     long, short = burst.join(1500), burst.join(40)
     burst.step()
@@ -287,7 +289,7 @@ def test_a_long_prompt_is_not_put_off_for_ever(pairs: dict[str, Pair], prompts: 
 
 
 def test_an_answer_that_cannot_go_on_ends_alone(pairs: dict[str, Pair], prompts: list[str]) -> None:
-    """A token beyond the vocabulary fails the whole pass: the others are then passed one by one."""
+    """A token outside the vocabulary fails the joint pass; the sequences are then passed one by one."""
     assistant = assistant_of(pairs["float32"], FixedLength(2))
     good = questions(assistant, prompts)[:2]
     wanted = alone(assistant, good)
@@ -324,7 +326,7 @@ def test_the_same_conversation_asked_twice_at_once_has_two_caches_and_one_sessio
     assert one.session == other.session
     one.decoding.begin()
     conversations = assistant.conversations
-    conversations.limit = 1  # nothing of theirs is given up for it
+    conversations.limit = 1  # caches in use are kept although they exceed the limit
     third = assistant.begin(Question([9, 8, 7], (), "x", GREEDY, StopParams(4)))
     assert one.conversation.target.sequence is one.decoding.target
     assert not assistant.has_room(10)
@@ -360,8 +362,8 @@ def test_joint_rounds_that_judge_with_anothers_logits_fail_the_same_test(
 def joint_counts(
     models: tuple[TransformersEngine, TransformersEngine], params: SamplingParams, engine: Any = None, runs: int = 1000
 ) -> Counter[tuple[int, ...]]:
-    """The first three of four tokens of four times ``runs`` answers, four at once, which have drafted two at a time or
-    one."""
+    """Counts of the first three of four tokens, over 4 * ``runs`` answers in batches of four whose draft lengths are
+    one and two."""
     target, draft = models
     texts = [sequences(target, draft) for _ in range(4)]
     generator = torch.Generator().manual_seed(12)

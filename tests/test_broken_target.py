@@ -1,4 +1,4 @@
-"""A target whose logits are not numbers ends an answer with an error that says so, whatever computes it."""
+"""Invalid logits of a target (NaN, +inf or all -inf) end an answer with an error that names the cause."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCAB = 300
 
 @pytest.fixture(scope="module", params=["qwen2", "gpt_neox"])
 def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target of which one output weight is no number, and a sound draft."""
+    """A target whose output projection has a row of NaN, and a sound draft."""
     from transformers import AutoModelForCausalLM
 
     target, draft = save_random_pair(tmp_path_factory.mktemp(request.param), request.param)
@@ -52,9 +52,9 @@ def test_a_target_that_gives_no_numbers_is_said_to_be_broken(
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("whole_row", [False, True])
 def test_a_row_that_is_reached_must_be_numbers(number: float, whole_row: bool) -> None:
-    """On the processor, as on a device, and by the kernels; a row behind the first rejection may be anything."""
+    """By torch, as on a device, and by the kernels. A row after the first rejection may hold anything."""
     if number == -torch.inf and not whole_row:
-        return  # a token that may not come
+        return  # a single -inf is a masked token, which is valid
     torch.manual_seed(0)
     logits = torch.randn(4, VOCAB)
     drafted = logits.argmax(-1).tolist()[:3]

@@ -1,5 +1,5 @@
-"""What a pair takes of memory is known before its weights are read, and said; what cannot fit is refused with the way
-out."""
+"""The memory that a pair needs is estimated and reported before its weights are read. A pair that cannot fit is refused
+with a remedy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_what_is_expected_of_a_model_is_what_it_takes(options: dict[str, str], t
     sequence = engine.sequence()
     sequence.reserve(512)
     sequence.extend([1, 2, 3], 1)
-    assert expected.token == sequence.memory.keys // 512  # of 512 tokens or panels of them
+    assert expected.token == sequence.memory.keys // 512  # bytes of keys and values for the 512 reserved tokens
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
@@ -49,14 +49,14 @@ def test_what_a_token_takes_is_known_of_every_architecture(name: str, tmp_path: 
     sequence = engine.sequence()
     sequence.reserve(512)
     sequence.extend([1, 2, 3], 1)
-    own = 2 if expected.token != sequence.memory.keys // 512 else 1  # which keeps them in float32
+    own = 2 if expected.token != sequence.memory.keys // 512 else 1  # our own forward would use float32, not float64
     assert own * (expected.token or 0) == sequence.memory.keys // 512
     assert expected.numbers == model.num_parameters()
 
 
 def too_large(folder: Path) -> Path:
-    """A checkpoint whose weights in bfloat16 are half as large again as the memory that is free: its file has no
-    content, which takes no place on the disk, and reading it would fail."""
+    """A checkpoint whose weights in bfloat16 take 1.5 times the free memory. Its file is sparse, so it takes no disk
+    space; reading it would fail."""
     width, numbers = 8192, int(0.75 * psutil.virtual_memory().available)
     layer = 4 * width * width + 3 * width * 4 * width
     config = LlamaConfig(

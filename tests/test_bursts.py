@@ -1,4 +1,4 @@
-"""Rounds whose tokens are shown together: what was decoded past the end of an answer leaves no trace."""
+"""Bursts, rounds whose tokens are shown together: tokens decoded past the end of an answer leave no trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from adaptive.types import Message, Round, SamplingParams, StopParams
 
 GREEDY = SamplingParams(temperature=0.0)
 FIRST = [Message("user", "Write a short story about a dog and a river.")]
-# A draft that always pays.
+# Costs under which drafting always pays.
 CHEAP = CostTable(1e-5, 1e-6, 1e-6, tuple(1e-3 + 1e-6 * k for k in range(LONGEST + 1)), 1e-6, 1e-6, 0.0, 0)
 
 
@@ -30,7 +30,7 @@ def pair() -> Pair:
 
 
 def answer(assistant: Assistant, messages: list[Message], stop: StopParams, tokens: int | None = None) -> list[int]:
-    """The tokens that are shown; the answer is broken off after ``tokens``."""
+    """The tokens shown for an answer, which is cancelled after ``tokens`` tokens."""
     shown = []
     steps = assistant.chat(messages, GREEDY, stop)
     for step in steps:
@@ -78,14 +78,14 @@ def test_what_follows_the_end_of_an_answer_is_forgotten(
 
 @pytest.mark.parametrize("how", ["end-token", "stop-string"])
 def test_what_was_drafted_behind_the_end_of_an_answer_counts_nowhere(how: str) -> None:
-    """Every token of a draft that is the target itself stands, those behind the end too."""
+    """The draft is the target itself, so all of its tokens are accepted, including those after the end."""
     target = str(BUNDLED / "target")
     twins = load_pair(load_settings({"target": target, "draft": target, "dtype": "float32", "device": "cpu"}))
     assistant = Assistant(twins, FixedLength(8), None)
     whole = answer(assistant, FIRST, StopParams(60, ignore_eos=True))
     assert assistant.last is not None
     assert [(r.drafted, r.accepted) for r in assistant.last.rounds[:3]] == [(8, 8)] * 3
-    # A token that is new where it is drafted, and has others of its round behind it.
+    # End the answer at a drafted token that did not occur before and is followed by others of its round.
     place = next(i for i in range(10, 60) if (i - 1) % 9 in range(1, 7) and whole[i] not in whole[:i])
     before, inside = (place - 1) // 9, (place - 1) % 9 + 1
     if how == "end-token":
@@ -102,7 +102,7 @@ def test_what_was_drafted_behind_the_end_of_an_answer_counts_nowhere(how: str) -
 
 
 def test_text_comes_while_the_answer_is_being_decoded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A burst is a small part of an answer."""
+    """A burst covers only a small part of an answer."""
     monkeypatch.setattr(loop, "BURST_S", 1e-4)
     assistant = Assistant(pair, FixedLength(0), None)
     decoded = []
@@ -129,7 +129,7 @@ def test_the_controller_knows_of_each_round_between_two_questions_how_sure_the_d
     assert done is not None
     policy.settle()
     assert [timed.outcome for timed, _ in learned] == done.rounds
-    # Between two questions nobody tells what the draft has not seen: it follows from what was fed and accepted.
+    # Between two decisions the number of tokens the draft has not seen follows from the tokens fed and accepted.
     for (before, _), (after, _) in itertools.pairwise(learned):
         if before.steps:
             assert after.waiting == max(0, 1 + before.outcome.accepted - before.steps)
@@ -140,7 +140,7 @@ def test_the_controller_knows_of_each_round_between_two_questions_how_sure_the_d
 
 
 class Observing(FixedLength):
-    """By a clock that stands still while the thread has no processor, and keeps the seconds of what it observes."""
+    """A policy whose clock counts only the thread's processor time. It keeps the seconds of the rounds it observes."""
 
     clock = staticmethod(time.thread_time)
 
@@ -160,7 +160,7 @@ def test_a_round_that_waits_for_a_processor_is_observed_by_its_work_and_kept_by_
     policy, extend = Observing(2), type(pair.target.sequence()).extend
 
     def late(*given: Any) -> Any:
-        time.sleep(0.005)  # as where another program has the core
+        time.sleep(0.005)  # as if another program had the core
         return extend(*given)
 
     assistant = Assistant(pair, policy, None)

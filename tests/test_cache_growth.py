@@ -1,4 +1,5 @@
-"""Caches take the memory of what is said, not of what might be: they grow in steps, all layers of them or none."""
+"""Caches take memory for the actual text, not for the longest possible one. They grow in steps, in all layers or
+none."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ from adaptive.settings import load_settings
 from adaptive.types import Message, SamplingParams, StopParams
 
 CONTEXT = 40_000
-# Of the random pair: keys and values of four key heads of 16 numbers (float32), in four layers and in one.
+# Bytes a token in the random pair: keys and values of four heads of 16 float32 numbers, in four layers and in one.
 BYTES = {"target": 4 * 2 * 64 * 4, "draft": 2 * 64 * 4}
 
 
 @pytest.fixture(scope="module", params=["kernels", "transformers"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Random weights with a long context, on our forward and on the models' own."""
+    """A random pair with a long context, on our forward and on transformers' own."""
     folders = save_random_pair(tmp_path_factory.mktemp("pair"), "gpt_neox")
     for folder in folders:
         config = json.loads((folder / "config.json").read_text())
@@ -60,7 +61,7 @@ def test_the_drafts_cache_grows_with_the_targets_and_seldom(pair: Pair) -> None:
     prompt = [Message("user", "A long story, please.")]
     sizes = []
     for number, _ in enumerate(assistant.chat(prompt, SamplingParams(0.0), StopParams(1700, ignore_eos=True))):
-        if number:  # the draft is asked from the second round on
+        if number:  # the draft proposes from the second round on
             (conversation,) = assistant.conversations._kept
             assert conversation.draft is not None
             sizes.append((conversation.target.sequence.memory.total, conversation.draft.sequence.memory.total))
@@ -71,7 +72,7 @@ def test_the_drafts_cache_grows_with_the_targets_and_seldom(pair: Pair) -> None:
 
 @contextmanager
 def short_of_memory(left: int) -> Iterator[None]:
-    """The process may take ``left`` bytes more."""
+    """Limit the process to ``left`` more bytes of memory."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + left, before[1]))

@@ -1,4 +1,4 @@
-"""``adaptive calibrate`` promises what holds: bounded, with an interval that covers the machine, or nothing."""
+"""``adaptive calibrate`` predicts a bounded speed-up with an interval that covers the machine, or none at all."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def test_figures_beside_other_programs_are_bounded_marked_and_not_kept(
     assert 1 <= report["predicted_speed_up"] <= report["mean_acceptance_length"][best]
     low, high = report["predicted_speed_up_interval"]
     assert low <= report["predicted_speed_up"] <= high <= max(report["mean_acceptance_length"]) + 1
-    # At an acceptance of a tenth a round can bring a ninth more than plain decoding at most.
+    # At acceptance a, a round brings at most 1 / (1 - a) tokens: at 0.1, a ninth more than plain decoding.
     assert all(row["speed_up"] <= 1 / (1 - row["acceptance"]) for row in report["by_acceptance"])
     assert not list(own_home.rglob("controller.json"))
 
 
 def slower(by: float) -> CostTable:
-    """A machine on which verifying takes so many times as long, and a plain step as long as ever."""
+    """A machine on which verifying drafted tokens takes ``by`` times as long, and a plain step the same time."""
     return dataclasses.replace(UNMEASURED, verify_s=(1.0, *(by * seconds for seconds in UNMEASURED.verify_s[1:])))
 
 
@@ -88,7 +88,7 @@ def test_the_interval_covers_the_machine_and_the_texts() -> None:
     changing = interval(UNMEASURED, slower(1.15), slower(1.3))
     assert steady == pytest.approx(texts, rel=0.02)
     assert changing[1] - changing[0] > 1.5 * (texts[1] - texts[0])
-    # It holds each of the machines that were seen, on the texts that were.
+    # The interval contains the speed-up of each measured machine on the measured texts.
     for table in (UNMEASURED, slower(1.15), slower(1.3)):
         model = CostModel(table)
         seen = model.with_tokens(TOKENS / model.round(3)) / model.with_tokens(1 / model.round(0))
@@ -105,5 +105,5 @@ def test_no_speed_up_is_above_the_tokens_of_a_round() -> None:
 def test_measurements_are_repeated_while_they_disagree() -> None:
     assert uncertainty([UNMEASURED, UNMEASURED, UNMEASURED]) == 0
     assert uncertainty([UNMEASURED, slower(1.2), slower(0.9)]) > repeats.CERTAIN
-    # One in a bad moment does not move what is predicted.
+    # One outlier among the measurements does not change the prediction.
     assert typical([UNMEASURED, slower(3.2), UNMEASURED]) == dataclasses.replace(UNMEASURED, plain_s=1.0)

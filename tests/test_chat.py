@@ -1,4 +1,4 @@
-"""``adaptive chat``: what is typed, what is shown, what a person may do to a conversation."""
+"""``adaptive chat``: input, display, and the commands that change a conversation."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_command_is_a_slash_and_a_word(text: str, command: bool) -> None:
 
 
 def typed(text: str, kept: Path | None = None) -> list[str]:
-    """The messages that these keys make."""
+    """The messages that result from typing this text."""
     with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
         keys.send_text(text + "\x04")
         return list(Keyboard([], kept).messages())
@@ -97,19 +97,19 @@ def test_what_was_typed_is_found_again_in_the_next_run(tmp_path: Path) -> None:
 
 
 def shown(text: str, width: int, pieces: int) -> str:
-    """What stands on a terminal of this width when an answer has come in so many pieces, without its colours."""
+    """The text on a terminal of this width after an answer arrived in ``pieces`` pieces, without colours."""
     out = io.StringIO()
     display = MarkdownDisplay(Console(file=out, force_terminal=True, width=width, height=12, color_system=None))
     size = -(-len(text) // pieces)
     for start in range(0, len(text), size):
-        display._drawn = 0.0  # draw each time, however fast the pieces come
+        display._drawn = 0.0  # draw after every piece, however fast they come
         display.feed(text[start : start + size])
     display.close()
     return as_seen(out.getvalue())
 
 
 def as_seen(written: str) -> str:
-    """The lines that a terminal shows which has obeyed the orders to go up and to clear a line."""
+    """The lines on a terminal after it has executed the control sequences for cursor up and clear line."""
     lines, row, column = [""], 0, 0
     for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", written):
         if part == "\n":
@@ -135,7 +135,7 @@ def test_markdown_that_comes_in_pieces_looks_as_it_does_whole(width: int, pieces
         whole.print(as_markdown(block))
     expected = [line.rstrip() for line in whole.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     said = shown(MARKDOWN, width, pieces).splitlines()
-    # Blocks printed apart have no empty line between them that they would have together.
+    # Blocks printed separately lack the empty line that would be between them.
     assert [line for line in said if line] == [line for line in expected if line]
     assert all(len(line) <= width for line in said)
     assert any("<b>pear</b>" in line for line in said)
@@ -205,7 +205,7 @@ def opened(pair: tuple[str, str]) -> Iterator[OpenedPair]:
 
 
 def played(opened: OpenedPair, keys: str, **given: object) -> tuple[Chat, str]:
-    """A chat in which these keys were typed, and what it showed beside answers."""
+    """Run a chat with these keys. Returns the chat and its output other than answers."""
     settings, out = load_settings({"max_new_tokens": 6, "temperature": 0.0, **given}), io.StringIO()
     console = Console(file=out, width=200)
     with create_pipe_input() as typing, create_app_session(input=typing, output=DummyOutput()):
@@ -278,7 +278,7 @@ def test_a_conversation_that_no_longer_fits_forgets_its_oldest_turns_if_that_is_
 
 
 class Interrupting(FixedLength):
-    """Has ctrl-C pressed when the second answer begins."""
+    """A policy that presses ctrl-C when the second answer begins."""
 
     begun = 0
 
@@ -341,13 +341,13 @@ def test_a_chat_on_a_terminal(tmp_path_factory: pytest.TempPathFactory) -> None:
     terminal.expect("forget the last question")
     terminal.send("/exit\r")
     terminal.expect(pexpect.EOF)
-    assert "leaked" not in terminal.before  # as nanobind says of what a process holds at its end
+    assert "leaked" not in terminal.before  # nanobind reports objects that are still alive when the process ends
     terminal.close()
     assert terminal.exitstatus == 0
 
 
 def test_the_chat_says_what_it_does_before_it_imports_torch(tmp_path: Path) -> None:
-    """Which takes a second or more. Where it is missing, one line says how to get it."""
+    """Importing torch takes a second or more. If torch is missing, one line names the command that installs it."""
     without = "import sys; sys.modules['torch'] = None; import cli.main; cli.main.run()"
     environment = {**os.environ, "TERM": "xterm", "ADAPTIVE_HOME": str(tmp_path)}
     terminal = pexpect.spawn(

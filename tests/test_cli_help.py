@@ -13,7 +13,7 @@ import typer
 
 from cli.main import app
 
-# What takes long to load, and so must wait until a command runs. (Not pydantic itself: Typer loads it.)
+# Packages that are slow to import, so they are imported only when a command runs. (Typer itself imports pydantic.)
 HEAVY = (
     "torch",
     "transformers",
@@ -35,7 +35,7 @@ HEAVY = (
 
 
 def commands(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command of the tree that does something, with its path."""
+    """Every leaf command of the tree, with its path."""
     command = command or typer.main.get_command(app)
     for name, child in getattr(command, "commands", {}).items():
         if hasattr(child, "commands"):
@@ -72,7 +72,7 @@ def test_help_has_an_example_that_can_be_typed(name: str) -> None:
     options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     for example in examples:
         words = shlex.split(example.removeprefix("Example: "))
-        words = words[words.index("adaptive") :]  # a launcher may stand before it
+        words = words[words.index("adaptive") :]  # a launcher may precede it
         assert words[: 1 + len(name.split())] == ["adaptive", *name.split()], example
         for word in words[: words.index("--") if "--" in words else None]:
             assert not word.startswith("--") or word.partition("=")[0] in options, f"{word} in {example!r}"

@@ -1,4 +1,4 @@
-"""Programs that people use, against a real server, with the settings of docs/clients.md."""
+"""Popular client programs against a real server, with the settings of docs/clients.md."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from adaptive.types import Generation
 pytestmark = pytest.mark.xdist_group("dialects")
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "clients.md"
 QUESTION = "What swims in the sea?"
-# Seconds for Open WebUI to import everything and to lay out its database, on a busy machine.
+# Seconds for Open WebUI to import its packages and create its database, on a busy machine.
 START_S = 300
-# Packages that the two clients below do not have for every Python.
+# The packages of the two clients below do not support every Python.
 FOR_PYTHON = pytest.mark.skipif(sys.version_info[:2] not in ((3, 11), (3, 12)), reason="needs Python 3.11 or 3.12")
 
 
@@ -43,7 +43,7 @@ def written(section: str, language: str) -> str:
 
 
 def last(server: Server) -> Generation:
-    """What the server answered last, as its log has it."""
+    """The server's latest answer, from its log."""
     with Log(server.records) as log:
         return list(log.generations(with_supervision=False))[-1].generation
 
@@ -70,7 +70,7 @@ def test_llm_asks_the_server_by_the_settings_of_its_page(dialects: Server, tmp_p
 
 
 def environment_of(folder: Path, package: str) -> Path:
-    """The programs of a fresh environment with this package; of torch the build that these tests run on."""
+    """Install the package into a new environment, with these tests' torch build. Returns its folder of programs."""
     venv.create(folder / "env", with_pip=True)
     programs = folder / "env" / "bin"
     (folder / "constraints.txt").write_text(f"torch=={torch.__version__}\n", encoding="utf-8")
@@ -90,7 +90,7 @@ def test_aider_asks_the_server_by_the_settings_of_its_page(dialects: Server, tmp
     assert name == "export"
     environment = {**os.environ, **dict(one.split("=", 1) for one in settings), "OPENAI_API_KEY": DIALECTS_KEY}
     quiet = ["--no-git", "--yes-always", "--no-check-update", "--analytics-disable", "--no-show-release-notes"]
-    # Else it asks again where an answer holds no edit.
+    # In its default mode aider asks again if an answer contains no edit.
     quiet += ["--edit-format", "ask", "--no-pretty", "--no-show-model-warnings"]
     command = [str(programs / shlex.split(typed)[0]), *shlex.split(typed)[1:], *quiet, "--message", QUESTION]
     done = subprocess.run(
@@ -106,7 +106,7 @@ def test_aider_asks_the_server_by_the_settings_of_its_page(dialects: Server, tmp
 
 @contextlib.contextmanager
 def open_webui(program: Path, folder: Path, server: Server) -> Iterator[httpx.Client]:
-    """Open WebUI with this server as its only one, and somebody who is logged in."""
+    """Open WebUI with this server as its only backend. Yields a client that is logged in."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

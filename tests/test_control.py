@@ -1,4 +1,4 @@
-"""The controller's promises: it learns what is true, never gets stuck, and never exceeds a limit."""
+"""The controller's guarantees: its estimates converge, it never gets stuck, and it never exceeds a limit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TABLE = CostTable(
 
 
 def judged(drafted: int, accepted: int) -> Round:
-    """A round of which only the outcome matters."""
+    """A round with this outcome and arbitrary times."""
     return Round("model", drafted, accepted, 0.0, 0.0)
 
 
@@ -45,9 +45,9 @@ class Clock:
 
 
 class World:
-    """A pair in which the i-th drafted token is accepted with a probability of its own, at the costs of a table.
+    """A simulated pair: the i-th drafted token is accepted with a given probability, and costs follow a table.
 
-    The draft's confidence in a token is 1 - its error: 0.9 where it will be accepted with probability 0.9.
+    The draft's confidence in a token equals the probability that the token is accepted.
     """
 
     def __init__(self, policy: LengthPolicy, clock: Clock, seed: int = 0, table: CostTable = TABLE) -> None:
@@ -57,8 +57,8 @@ class World:
         self.random = random.Random(seed)
         self.waiting = 0
         self.slower = 1.0
-        self.plain_after_plain = 1.0  # seconds of the pass
-        self.plain = False  # the last round was
+        self.plain_after_plain = 1.0  # seconds of a plain pass that follows a plain pass
+        self.plain = False  # whether the last round was plain
         self.tokens = self.seconds = 0.0
 
     def round(self, acceptance: list[float], limit: int = 1000) -> Round:
@@ -110,7 +110,7 @@ def test_acceptance_converges_to_the_true_conditional_one(true: list[float]) -> 
         while accepted < 4 and rng.random() < true[accepted]:
             accepted += 1
         estimator.observe([judged(4, accepted)])
-        if number >= 2000:  # the mean over time: a discounted estimate goes on moving
+        if number >= 2000:  # compare the mean over time, since a discounted estimate keeps fluctuating
             sums = [s + e for s, e in zip(sums, estimator.estimate()[:4], strict=True)]
     for position in range(4):
         assert sums[position] / 2000 == pytest.approx(true[position], abs=0.05)
@@ -124,7 +124,7 @@ def test_a_position_after_a_rejection_is_unobserved() -> None:
     after = estimator.estimate()
     assert after[0] > 0.9
     assert after[1] < 0.2
-    # Nothing was seen of the third: it is believed to be like the second, not counted as rejected itself.
+    # The third position was never judged: its estimate follows the second's, and no rejection is counted.
     assert estimator.session.rejected[2] == 0
     assert before[2] > after[2]
 
@@ -142,7 +142,7 @@ def test_another_session_starts_from_what_all_have_in_common() -> None:
 
 
 def test_calibration_learns_what_confidence_is_worth() -> None:
-    """A draft that says 0.9 and is right half the time, and says 0.15 and is right as often as it says."""
+    """A draft that is overconfident at 0.85, where half of its tokens are accepted, and well calibrated at 0.15."""
     calibration, rng = Calibration(), random.Random(1)
     for _ in range(2000):
         sure = rng.choice([0.15, 0.85])
@@ -164,7 +164,7 @@ def test_a_useless_draft_costs_at_most_two_percent(attentive: bool) -> None:
 
 @pytest.mark.parametrize("attentive", [True, False])
 def test_a_noisy_clock_does_not_pay_for_tries(attentive: bool) -> None:
-    """A try that seemed short by chance gives nothing to the budget."""
+    """A try that seemed short by chance adds nothing to the budget."""
     clock, rng, plain = Clock(), random.Random(1), 0.0
     table = replace(TABLE, start_s=0.02, draft_s=0.02)
     world = World(GoodputLength(table, attentive=attentive, clock=clock), clock, table=table)
@@ -179,14 +179,14 @@ def test_a_noisy_clock_does_not_pay_for_tries(attentive: bool) -> None:
 @pytest.mark.parametrize("measured", [True, False])
 @pytest.mark.parametrize("attentive", [True, False])
 def test_plain_decoding_is_held_against_what_it_costs_by_itself(attentive: bool, measured: bool) -> None:
-    """On some engines a pass is dearer when the last one had another number of tokens. Speculation must not look
-    good because plain steps are slow among its rounds, nor its tries cheap."""
+    """On some engines a pass takes longer if the previous one had another number of tokens. Plain steps are therefore
+    slow between speculative rounds, which must make neither speculation nor its tries look cheap."""
     clock = Clock()
     table = replace(TABLE, plain_s=0.7) if measured else TABLE
     policy = GoodputLength(table, attentive=attentive, clock=clock)
     world = World(policy, clock)
     world.plain_after_plain = 0.7
-    if not measured:  # it is seen now and then
+    if not measured:  # consecutive plain steps are observed now and then
         for _ in range(4000):
             world.round([0.5] * 16)
         assert policy.costs.plain() < 0.85 * policy.costs.verify(0)
@@ -199,8 +199,8 @@ def test_plain_decoding_is_held_against_what_it_costs_by_itself(attentive: bool,
 
 @pytest.mark.parametrize("attentive", [True, False])
 def test_a_draft_that_has_become_useful_is_found_where_tries_are_dear(attentive: bool) -> None:
-    """A try comes every 345 rounds where plain steps are cheap by themselves and the draft has as many tokens to catch
-    up with; two of them find out, nearly always."""
+    """Consecutive plain steps are cheap, and in each try the draft must catch up with the tokens since the last one.
+    So a try comes only every 345 rounds, and two tries nearly always detect the change."""
     found = 0
     for seed in range(12):
         clock = Clock()
@@ -218,7 +218,7 @@ def test_a_draft_that_has_become_useful_is_found_where_tries_are_dear(attentive:
 
 @pytest.mark.parametrize("attentive", [True, False])
 def test_a_first_token_that_is_dear_is_verified_for_the_sake_of_those_behind_it(attentive: bool) -> None:
-    """On some engines two tokens take half as long again as one, and five hardly longer than two."""
+    """On some engines a pass over two tokens takes 1.5 times as long as over one, and over five hardly more."""
     verify = tuple(1.0 if not k else 1.44 + 0.06 * k for k in range(LONGEST + 1))
     table = replace(TABLE, start_s=0.01, draft_s=0.02, verify_s=verify)
     speeds = []
@@ -234,7 +234,7 @@ def test_a_first_token_that_is_dear_is_verified_for_the_sake_of_those_behind_it(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_length_that_was_measured_too_dear_by_less_than_mends_at_once_comes_into_use(seed: int) -> None:
-    """One token brings more than none, and two more than one; two were measured a quarter too dear."""
+    """Drafting one token beats none, and two beat one, but verifying two or more was measured 25% too expensive."""
     true = tuple(1.0 + 0.05 * k for k in range(LONGEST + 1))
     table = replace(TABLE, start_s=0.01, draft_s=0.01, verify_s=true)
     believed = replace(table, verify_s=tuple(v if k < 2 else 1.25 * v for k, v in enumerate(true)))
@@ -300,7 +300,7 @@ def test_a_better_draft_is_tried_at_once_after_a_swap() -> None:
 def test_verification_measured_in_a_bad_moment_does_not_forbid_speculation_for_long(
     attentive: bool, dear: float
 ) -> None:
-    """Beside another program verifying any token was found so much dearer than a plain step. It is not."""
+    """Beside another program, verifying drafted tokens was measured ``dear`` times as expensive as it is."""
     verify = (TABLE.verify_s[0], *(seconds * dear for seconds in TABLE.verify_s[1:]))
     speeds = []
     for table in (TABLE, replace(TABLE, verify_s=verify)):
@@ -316,8 +316,8 @@ def test_verification_measured_in_a_bad_moment_does_not_forbid_speculation_for_l
 
 
 def test_a_draft_that_is_seldom_sure_is_used_where_verification_is_dear() -> None:
-    """Tries verify a token that speculation would drop only until they know what that costs, or speculation would
-    seem to be worth nothing."""
+    """A try verifies a token that speculation would drop only until the cost of doing so is known. Otherwise
+    speculation would seem to be worth nothing."""
     table = replace(TABLE, start_s=0.02, draft_s=0.05, verify_s=(1.0, *(2.0 + 0.1 * k for k in range(1, LONGEST + 1))))
     clock, rng = Clock(), random.Random(2)
     world = World(GoodputLength(table, clock=clock), clock, table=table)
@@ -329,7 +329,7 @@ def test_a_draft_that_is_seldom_sure_is_used_where_verification_is_dear() -> Non
 
 
 def test_a_useless_draft_that_must_catch_up_with_long_prompts_costs_little() -> None:
-    """Every answer begins with a prompt that takes the draft twenty rounds to catch up with."""
+    """Every answer begins with a prompt that takes the draft as long to read as twenty rounds."""
     _, world = goodput()
     for number in range(9000):
         if number % 100 == 0:
@@ -345,7 +345,7 @@ def test_a_prompt_that_is_not_worth_reading_is_not_thought_of_in_every_round() -
     assert policy.speculating
     policy.begin(Scope("", 0.0))
     world.waiting = 10_000
-    world.round([0.8] * 16, 20)  # a try, which costs more than the budget has
+    world.round([0.8] * 16, 20)  # a try that costs more than the budget holds
     policy.begin(Scope("", 0.0))
     assert policy.next_length(20, 10_000, 100) == 0
     assert policy.steady > 4
@@ -379,7 +379,7 @@ OUTCOMES = st.lists(
 
 
 def put_through(policy: LengthPolicy, outcomes: list[tuple[int, int, float, float, float, int, int]]) -> None:
-    """Run any sequence of outcomes, checking the limits."""
+    """Feed a sequence of outcomes to the policy and check the limits."""
     for number, (limit, accepted, confidence, draft_s, verify_s, waiting, event) in enumerate(outcomes):
         if event == 0:
             policy.begin(Scope(f"s{number}", 0.7))
@@ -405,7 +405,7 @@ def test_no_sequence_of_outcomes_ends_exploration_or_breaks_a_limit(
     policy = GoodputLength(TABLE if measured else None, attentive=attentive, clock=clock)
     put_through(policy, outcomes)
     world = World(policy, clock)
-    # Whatever was learned and is owed, the draft's model is run again before long, and a plain round is too.
+    # Whatever was learned, and however much the budget owes, both the draft and a plain round run again before long.
     steps, most = 0, round((BUDGET + DEBT) / SHARE)
     for _ in range(most + 1):
         before = world.seconds
@@ -417,7 +417,7 @@ def test_no_sequence_of_outcomes_ends_exploration_or_breaks_a_limit(
 
 
 def test_a_block_of_rounds_that_became_longer_ends_in_its_time() -> None:
-    """It began while a round took 10 us. Rounds of a second made it last for forty minutes."""
+    """A block is planned while a round takes 10 us. Rounds of a second must not stretch it to forty minutes."""
     clock = Clock()
     policy = GoodputLength(None, attentive=False, clock=clock)
     put_through(policy, [(0, 0, 0.0, 1.0, 1e-5, 0, 1), (0, 0, 0.0, 1.0, 1.0, 0, 1)])

@@ -1,4 +1,4 @@
-"""The controller on a machine that other programs use, after a promotion, and beside another process of its pair."""
+"""The controller on a busy machine, after a promotion, and beside another process of the same pair."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ GOOD, USELESS = [0.8] * LONGEST, [0.02] * LONGEST
 
 
 class Stalls(World):
-    """A world in which a pass, of whatever length, now and then waits for a core that another program has."""
+    """A world in which some passes, of any length, wait for a core that another program uses."""
 
     share, seconds_each = 0.25, 10.0
 
     def round(self, acceptance: list[float], limit: int = 1000):  # type: ignore[no-untyped-def]
-        """One round; what a stall adds is the pass's own."""
+        """Run one round; a stall adds to the time of the pass."""
         stalled = self.random.random() < self.share
         usual = self.table
         if stalled:
@@ -45,8 +45,8 @@ class Stalls(World):
 
 
 class Sleepers(World):
-    """A pair of small models, in milliseconds: what follows a round of the other sort takes longer for some rounds,
-    while a thread that has gone to sleep is woken."""
+    """A pair of small models with rounds of about a millisecond. After a switch between plain and drafted rounds the
+    first rounds take ``asleep_s`` longer, while a sleeping thread wakes up."""
 
     asleep_s, wakes = 1e-3, 3
     table_s = CostTable(
@@ -64,12 +64,12 @@ class Sleepers(World):
 
     @classmethod
     def as_seen_asleep(cls) -> CostTable:
-        """What such rounds take one at a time."""
+        """The costs measured when each round follows one of the other kind."""
         slow = tuple(seconds + cls.asleep_s for seconds in cls.table_s.verify_s)
         return dataclasses.replace(cls.table_s, verify_s=slow, plain_s=slow[0])
 
     def round(self, acceptance: list[float], limit: int = 1000):  # type: ignore[no-untyped-def]
-        """One round, and what it takes after those before it."""
+        """Run one round, whose time depends on the rounds before it."""
         assert self.table_s.plain_s is not None
         awake, was_plain = self.in_a_row >= self.wakes, self.plain
         slow = tuple(seconds + self.asleep_s for seconds in self.table_s.verify_s)
@@ -83,14 +83,14 @@ class Sleepers(World):
 
 
 def in_world(kind: type[World], believed: CostTable = TABLE, table: CostTable = TABLE) -> tuple[GoodputLength, World]:
-    """A policy that believes one table, in a world of another."""
+    """A policy that starts from the table ``believed``, in a world that follows ``table``."""
     clock = Clock()
     policy = GoodputLength(believed, clock=clock)
     return policy, kind(policy, clock, table=table)
 
 
 def drafted_share(world: World, acceptance: list[float], rounds: int) -> float:
-    """The share of some rounds that drafted."""
+    """Run ``rounds`` rounds. Returns the share that drafted."""
     return sum(world.round(acceptance).drafted > 0 for _ in range(rounds)) / rounds
 
 
@@ -104,7 +104,7 @@ def test_rounds_that_wait_for_a_core_count_by_their_mean() -> None:
     _, quiet = in_world(World, dear, dear)
     assert drafted_share(quiet, acceptance, 4000) < 0.2
     shares = []
-    for seed in range(16):  # of one alone it depends on when it stalled last
+    for seed in range(16):  # with one seed the result depends on when it stalled last
         _, busy = in_world(Stalls, dear, dear)
         busy.random.seed(seed)
         drafted_share(busy, acceptance, 6000)
@@ -124,8 +124,8 @@ def test_rounds_that_wait_for_a_core_count_by_their_mean() -> None:
 def test_both_ways_are_compared_as_they_are_in_a_row(
     believed: CostTable, acceptance: list[float], drafting: bool
 ) -> None:
-    """A single round of the other sort, which takes three times as long, decides nothing: neither does plain decoding
-    look slow while the draft is used, nor the draft while it is not."""
+    """A single round of the other kind takes up to three times as long, and must not decide: plain decoding must not
+    look slow while the draft is in use, nor drafting while it is not."""
     _, world = in_world(Sleepers, believed, Sleepers.table_s)
     drafted_share(world, acceptance, 5000)
     share = drafted_share(world, acceptance, 4000)
@@ -141,7 +141,7 @@ def test_a_promoted_draft_that_cannot_be_asked_yet_is_tried_in_a_row_as_soon_as_
 
 
 def test_the_first_plain_step_of_an_answer_follows_a_prompt_and_no_plain_step() -> None:
-    """Where an engine builds its graph anew for another number of tokens it takes longer than the next."""
+    """On an engine that rebuilds its graph for another number of tokens, that step takes longer than the next."""
     blocks = Blocks()
     for _ in range(2):
         blocks.answer()
@@ -186,7 +186,7 @@ def test_a_promoted_draft_is_used_at_once_where_replay_promises_that_it_pays() -
 
 def test_a_promoted_draft_of_which_nothing_is_promised_is_not_trusted_either() -> None:
     shares = []
-    for seed in range(8):  # one token of fifty is accepted all the same, and is tried again for some rounds
+    for seed in range(8):  # one token in fifty is accepted even so, which brings drafting back for some rounds
         clock = Clock()
         policy = GoodputLength(TABLE, clock=clock)
         world = World(policy, clock, seed)
@@ -197,7 +197,8 @@ def test_a_promoted_draft_of_which_nothing_is_promised_is_not_trusted_either() -
 
 
 def test_a_new_draft_is_judged_within_a_few_answers_whatever_is_expected_of_it_and_then_left_alone() -> None:
-    """So that live acceptance can tell that it is harmful. Tokens of one answer hang together: no answer has many."""
+    """The trial lets live acceptance show that the draft is harmful. Tokens of one answer are correlated, so each
+    answer contributes few rounds."""
     policy, world = in_world(World)
     drafted_share(world, GOOD, 500)
     policy.swapped(by_position(0.05, 1.05, 4))
@@ -211,8 +212,8 @@ def test_a_new_draft_is_judged_within_a_few_answers_whatever_is_expected_of_it_a
 
 
 def test_a_draft_for_which_answers_are_too_short_is_tried_all_the_same() -> None:
-    """It is believed to pay, but for the prompt that it has not read: as long as that is never tried, nothing shows
-    that it does not pay at all. What such tries cost is theirs."""
+    """The draft is expected to pay, except for the time to read the prompt. Unless it is tried, nothing shows that it
+    does not pay at all. Reading the prompt is charged to the budget of tries."""
     dear = dataclasses.replace(TABLE, catch_up_s=0.05)  # a plain step takes 1 second
     policy = GoodputLength(dear, clock=Clock())
     policy.swapped(by_position(0.6, 2.0, 4))

@@ -1,4 +1,4 @@
-"""However a policy chooses lengths and ends drafts, what is said stays the target's own."""
+"""However a policy chooses lengths and ends drafts, the output distribution stays the target's."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from adaptive.settings import load_settings
 from adaptive.types import Message, Round, SamplingParams, StopParams
 
 RUNS = 4000
-# A draft that costs next to nothing beside its target, so that drafts are long and end by advice.
+# Costs of a draft that is very cheap compared with its target, so that drafts are long and end by advice.
 CHEAP = CostTable(0.0, 0.01, 0.001, tuple(1 + 0.1 * k for k in range(17)), 0.01, 0.01, 0.0, 0, 1.0)
 
 
 class Stopping(FixedLength):
-    """Ends drafts as confidence says: nothing under 0.3, one more under 0.45 (eight tokens share 1)."""
+    """Ends drafts by confidence: drops a token below 0.3, ends with a token below 0.45. (There are eight tokens.)"""
 
     attentive = True
 
@@ -45,7 +45,7 @@ class Stopping(FixedLength):
 
 
 class DropsTheUnlikely(ModelDrafter):
-    """Breaks the rule on purpose: looks at what was drawn, and proposes it only if it was likely."""
+    """Breaks the rule on purpose: proposes a drawn token only if it was likely."""
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
         proposal = super().propose(committed, length)
@@ -66,7 +66,7 @@ def run_loop(
     kind: type[ModelDrafter] = ModelDrafter,
     runs: int = RUNS,
 ) -> tuple[Counter[tuple[int, ...]], Counter[int]]:
-    """The first three tokens of many generations, and how many tokens their rounds drafted."""
+    """Counts of the first three tokens of ``runs`` generations, and of the tokens that their rounds drafted."""
     target, draft = pair
     one, other = target.sequence(), draft.sequence()
     generator = torch.Generator().manual_seed(11)

@@ -1,4 +1,4 @@
-"""Chats that begin alike are told apart, what they share is computed once, and repeating a request finds its cache."""
+"""Chats with the same beginning stay separate, share the computed prefix, and a repeated request finds its cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def session(own_home: Path) -> Iterator[OpenedPair]:
 
 
 def ask(session: OpenedPair, *messages: Message, stop: StopParams = SHORT, client: str = "me") -> tuple[str, int, int]:
-    """The answer's text, how many tokens of the prompt a cache held, and how many it has."""
+    """The answer's text, the number of prompt tokens found in a cache, and the prompt's length in tokens."""
     assistant = session.assistant
     chat = [{"role": m.role, "content": m.content} for m in messages]
     text = str(session.pair.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
@@ -46,7 +46,7 @@ def ask(session: OpenedPair, *messages: Message, stop: StopParams = SHORT, clien
 
 
 def sessions(session: OpenedPair) -> list[int]:
-    """Answers in each session of the log, the latest first."""
+    """The number of answers in each session of the log, the latest session first."""
     assert session.assistant.log is not None
     session.assistant.log.flush()
     with Log(session.state.records) as log:
@@ -138,7 +138,7 @@ def test_a_copied_prefix_is_continued_as_the_text_it_came_from(
 
 
 def check_copies(engine: Engine) -> None:
-    """Copies of several lengths, into an empty sequence and over another text."""
+    """Copy prefixes of several lengths into an empty sequence and over another text."""
     tokens = [5 + 7 * n % 1000 for n in range(700)]
     one, other = engine.sequence(), engine.sequence()
     one.extend(tokens, 1)

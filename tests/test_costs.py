@@ -1,4 +1,4 @@
-"""Costs follow the machine and what is seen of each length, and chance carries neither away."""
+"""Estimated costs follow the machine and the rounds of each length, and do not drift by chance."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_rounds_that_are_learned_from_together_move_the_costs_no_further_than_th
 
 
 def test_costs_of_lengths_that_are_not_seen_stay_where_they_are() -> None:
-    """Only a common factor moves them, and chance must not carry it away in thousands of plain rounds and tries."""
+    """Only a common factor moves them, which must not drift by chance over thousands of plain rounds and tries."""
     model, rng = CostModel(TABLE), random.Random(5)
 
     def plain(again: bool, steps: int = 0) -> Timed:
@@ -73,7 +73,7 @@ def test_costs_of_lengths_that_are_not_seen_stay_where_they_are() -> None:
 
 
 def test_a_machine_that_changes_its_speed_moves_no_length_away_from_another() -> None:
-    """While one length alone is in use, it cannot be told from the machine."""
+    """While only one length is in use, its cost cannot be told apart from the machine's speed."""
     model = CostModel(TABLE)
     before = model.verify(1) / model.verify(4)
     for slower in (1.08, 0.93, 1.08, 0.93, 1.08):
@@ -85,7 +85,7 @@ def test_a_machine_that_changes_its_speed_moves_no_length_away_from_another() ->
 
 @pytest.mark.parametrize("suddenly", ["slower", "faster"])
 def test_passes_that_are_in_use_do_not_drift_away_from_those_that_are_not(suddenly: str) -> None:
-    """Though the machine changes suddenly in one direction and gradually in the other."""
+    """The machine's speed changes suddenly in one direction and gradually in the other."""
     table = dataclasses.replace(TABLE, verify_s=tuple(0.6 + 0.1 * k for k in range(len(TABLE.verify_s))))
     model, rng, slower = CostModel(table), random.Random(2), 1.0
     for _ in range(1500):
@@ -103,7 +103,7 @@ def test_passes_that_are_in_use_do_not_drift_away_from_those_that_are_not(sudden
 
 @pytest.mark.parametrize(("of_round", "of_token"), [(0.06, 0.01), (0.01, 0.05)])
 def test_what_comes_between_rounds_is_told_apart_from_what_comes_with_tokens(of_round: float, of_token: float) -> None:
-    """Whatever was believed, and though a process is stopped now and then."""
+    """From a wrong initial estimate, and although the process is stopped now and then."""
     between, rng = Between(0.01, 0.06), random.Random(2)
     for _ in range(600):
         rounds = rng.randint(4, 16)

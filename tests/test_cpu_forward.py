@@ -1,4 +1,4 @@
-"""Our own forward on a CPU computes what transformers computes, for every architecture it takes on."""
+"""Our own forward on a CPU computes what transformers computes, for every supported architecture."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ CONFIGS = {
     "gemma3": Gemma3TextConfig(**GROUPED, sliding_window=7, query_pre_attn_scalar=24, sliding_window_pattern=2),
     "llama, another activation": LlamaConfig(**GROUPED, hidden_act="gelu"),
 }
-# Those which differ from the ones above by a norm, a factor, a rotation or how weights lie.
+# Configurations that differ from those above by a norm, a factor, the rotation or the layout of weights.
 MORE = {
     "arcee": ArceeConfig(**GROUPED, mlp_bias=True),
     "cwm": CwmConfig(**GROUPED, sliding_window=7, rope_parameters=LLAMA3),
@@ -120,7 +120,7 @@ MORE = {
     "seed_oss": SeedOssConfig(**GROUPED),
     "smollm3": SmolLM3Config(**GROUPED, pad_token_id=3, no_rope_layers=[1, 0, 1]),
 }
-# Heads of two sizes; values that are keys; layers that see another one's keys and values, and have inputs of their own.
+# Heads of two sizes, values that equal the keys, layers that share keys and values or have per-layer inputs.
 SLIDING, FULL = "sliding_attention", "full_attention"
 TWO_SIZES: dict[str, Any] = {
     **GROUPED,
@@ -150,21 +150,20 @@ GEMMA4 = {
     ),
 }
 ALL: dict[str, PreTrainedConfig] = {**CONFIGS, **MORE, **GEMMA4}
-# One of each kind of part that those above have not: queries that are rotated otherwise than keys, layers that rotate
-# nothing, projections in one matrix and heads rotated in part, factors, norms behind the parts and of all heads, a norm
-# behind the rotation, no gate.
+# A configuration for each kind of part that ``CONFIGS`` lacks: queries rotated differently from keys, layers without
+# rotation, projections in one matrix with partly rotated heads, factors, norms after the parts and over all heads, a
+# norm after the rotation, no gate.
 VARIED = ["ministral3", "smollm3", "phi3, partly rotated, window", "granite", "olmo3", "hunyuan_v1_dense", "arcee"]
 VARIED += [name for name in GEMMA4 if name != "gemma4_unified"]
-# What transformers computes in float32 whatever the dtype: Gemma 2's eager softmax, Ernie's rotation. Hunyuan's norm is
-# behind a rotation by angles in float32, which changes lengths by their rounding.
+# Models for which transformers rounds to float32 whatever the dtype: Gemma 2's eager softmax, Ernie's rotation.
+# Hunyuan's norm follows a rotation by float32 angles, whose rounding changes vector lengths.
 ROUNDED = ("gemma2", "ernie4_5", "hunyuan")
 
 
 def made(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    """A checkpoint of random weights, none of them at a value that would hide a mistake (norms of one, biases of
-    zero)."""
+    """A model of random weights, none at a value that would hide a mistake (norms of one, biases of zero)."""
     torch.manual_seed(5)
-    config = copy.deepcopy(ALL[name])  # which saving a model writes its dtype into
+    config = copy.deepcopy(ALL[name])  # saving a model writes its dtype into the config
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -176,14 +175,14 @@ def made(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
 
 
 def own(model: PreTrainedModel) -> CpuForward:
-    """Our forward of it, which there must be."""
+    """Our forward of the model, which must be supported."""
     forward = cpu_forward(model)
     assert forward is not None
     return forward
 
 
 def truth(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """transformers' own logits of a whole text (n,), (n, vocab)."""
+    """The logits (n, vocab) of a whole text (n,), by transformers."""
     if model.dtype == torch.float64:
         model = copy.deepcopy(model)
         for module in model.modules():
@@ -194,7 +193,7 @@ def truth(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def exact_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """An RMS norm without the rounding to float32 that transformers does inside, whatever the model's dtype."""
+    """An RMS norm without transformers' internal rounding to float32."""
     eps = getattr(module, "variance_epsilon", None) or module.eps
     weight = getattr(module, "weight", 1.0)
     if re.match("Gemma[23]?RMS", type(module).__name__):
@@ -221,7 +220,7 @@ def test_logits_equal_those_of_transformers(
     scale = right.abs().max()
     tolerance = max(tolerance, 1e-6) if name.startswith(ROUNDED) else tolerance
     cache = forward.cache()
-    # A prompt of many tokens, one token, several, one again, and again a large piece.
+    # Passes of several tokens, one token, and a large piece.
     done = 0
     for count in (9, 1, 5, 1, FEW + 4, 1):
         got = forward(tokens[done : done + count], count, cache)
@@ -267,7 +266,7 @@ LLAMA_PARTS = ["model.layers.1.self_attn.k_proj", "model.layers.2.mlp.up_proj", 
 FUSED_PARTS = ["model.layers.1.self_attn.qkv_proj", "model.layers.2.mlp.gate_up_proj", "lm_head"]
 
 
-# In one call, and layer by layer; factors of what is refreshed; several projections in one matrix.
+# Cases: one call, layer by layer, factors on refreshed weights, several projections in one matrix.
 @pytest.mark.parametrize("name", ["llama", "llama, as many key heads, biases", "granite", "phi3"])
 def test_a_change_of_weights_is_followed_where_it_is_told(name: str, linear_layers: str) -> None:
     model = made(name, torch.float32)
@@ -295,7 +294,7 @@ def test_a_token_beyond_the_vocabulary_is_an_error(linear_layers: str) -> None:
 
 def test_llama_and_its_like_are_one_call(linear_layers: str) -> None:
     known = {name for name in ALL if fits(own(made(name, torch.float32)).plan)}
-    # Heads of twelve numbers, an activation that the kernels do not have.
+    # Heads of twelve numbers, and an activation that the kernels lack.
     odd = {
         "qwen2",
         "qwen2, window in some layers",
@@ -317,13 +316,13 @@ def test_which_forward_it_is_follows_from_the_configuration(name: str, dtype: to
         assert kind == forward.kind
 
 
-# Those of whose numbers torch computes some where a pass goes by layers: norms of heads, and of what a part adds.
+# Models for which torch computes some norms in a layer-by-layer pass: norms of heads and of the parts' outputs.
 NORMED_BY_TORCH = {"qwen3", "gemma2", "gemma3", "olmo3", "hunyuan_v1_dense", *GEMMA4}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "mistral, window", *VARIED])
-# Where torch norms, a last bit may differ, and in bfloat16 a product's input then rounds to the neighbouring number, by
-# twice the unit roundoff of 2 ** -8: a logit of which that input makes up all moves by as much.
+# Where torch computes a norm, the last bit may differ. In bfloat16 a product's input may then round to the neighbouring
+# number, twice the unit roundoff of 2 ** -8 away, and a logit that depends on that input alone moves by as much.
 @pytest.mark.parametrize(("dtype", "rounded"), [(torch.float32, 1e-5), (torch.bfloat16, 2 * 2**-8)])
 def test_one_call_is_what_layer_by_layer_is(name: str, dtype: torch.dtype, rounded: float) -> None:
     forward, tokens = own(made(name, dtype)), text(FEW + 20)
@@ -338,7 +337,7 @@ def test_one_call_is_what_layer_by_layer_is(name: str, dtype: torch.dtype, round
         fused = forward(part, count, one)
         forward.fused = False
         near = rounded * float(fused.abs().max()) if name in NORMED_BY_TORCH else 0
-        if name in GEMMA4:  # whose factors and bounds make more of what a layer rounds so
+        if name in GEMMA4:  # their factors and soft caps amplify the rounding of each layer
             near *= len(forward.plan.layers)
         torch.testing.assert_close(fused, forward(part, count, other), rtol=0, atol=near)
 

@@ -1,4 +1,4 @@
-"""Memory for packed weights: large pages are asked for, pieces are their own, and memory goes when nobody uses it."""
+"""Memory for packed weights: it uses large pages, pieces do not overlap, and unused memory is freed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MB = 1 << 20
 
 
 def flags_at(address: int) -> str:
-    """What the system says of the memory there, in its own letters."""
+    """The kernel's ``VmFlags`` line for the memory at this address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines():
         first = line.split()[0]
@@ -29,7 +29,7 @@ def flags_at(address: int) -> str:
 
 def test_pieces_are_apart_aligned_and_of_the_shape_asked_for() -> None:
     pages = LargePages(MB)
-    shapes = [(3, 5), (1,), (100, 1000), (7, 11, 13), (200, 1000), (1000, 1000), (2, 2)]  # the last but one has its own
+    shapes = [(3, 5), (1,), (100, 1000), (7, 11, 13), (200, 1000), (1000, 1000), (2, 2)]  # the last but one: own block
     pieces = [pages.words(*shape).fill_(number) for number, shape in enumerate(shapes)]
     for number, (piece, shape) in enumerate(zip(pieces, shapes, strict=True)):
         assert piece.shape == shape
@@ -47,7 +47,7 @@ def test_large_pages_are_asked_for_and_memory_goes_with_its_last_piece() -> None
     first, second = pages.words(MB // 2), pages.words(MB // 4)
     address = first.data_ptr()
     assert " hg" in flags_at(address)
-    pages.words(MB)  # does not fit any more: other memory
+    pages.words(MB)  # does not fit: goes to another block
     del first
     second.fill_(5)
     assert " hg" in flags_at(address)

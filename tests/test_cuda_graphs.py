@@ -1,4 +1,4 @@
-"""Recorded passes compute what the eager ones compute. On CUDA they are replayed; elsewhere the same operations run."""
+"""Recorded passes compute the same as eager ones. On CUDA they are replayed; elsewhere the same operations run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def engines(model: PreTrainedModel) -> tuple[TransformersEngine, TransformersEng
 
 
 def same(one: TransformersSequence, other: TransformersSequence, tokens: torch.Tensor, rows: int) -> None:
-    """Both say the same after these tokens."""
+    """Check that both sequences give the same logits for these tokens."""
     found, expected = one.extend(tokens, rows), other.extend(tokens, rows)
     assert found.shape == expected.shape == (rows, SIZES["vocab_size"])
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
@@ -98,7 +98,8 @@ def test_a_cache_that_cannot_grow_stays_as_it_is() -> None:
 
 
 def test_what_was_not_prepared_is_eager_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is recorded once a text is under way: not over buffers that grew, nor past the keys that passes see."""
+    """Nothing is recorded while a text is under way: neither for buffers that grew nor beyond the keys that recorded
+    passes cover."""
     monkeypatch.setattr(graphs, "LEAST_KEYS", GROWTH)
     model = made("llama")
     model.config.max_position_embeddings = 2 * GROWTH + 4
@@ -115,7 +116,7 @@ def test_what_was_not_prepared_is_eager_and_right(monkeypatch: pytest.MonkeyPatc
         same(one, other, text(count), count)
         assert passes.replayed == replayed
     assert passes.recordings == made_of
-    one.prepare(2 * GROWTH + 4)  # the next answer's
+    one.prepare(2 * GROWTH + 4)  # as for the next answer
     for count in (1, 4):
         same(one, other, text(count), count)
     assert passes.replayed == 4
@@ -145,7 +146,7 @@ def test_every_conversation_is_replayed_by_the_same_recordings() -> None:
         for sequence in (one, other):
             sequence.rollback(sequence.length - 2)
     one, other = recorded.sequence(), plain.sequence()
-    del ours[:]  # a cache that is gone takes nothing along
+    del ours[:]  # freeing caches leaves the recordings usable
     for sequence in (one, other):
         sequence.copy_prefix(theirs[0], 15)
         sequence.prepare(100)
@@ -155,7 +156,7 @@ def test_every_conversation_is_replayed_by_the_same_recordings() -> None:
 
 @pytest.mark.parametrize("params", QUEUED, ids=["greedy", "sampled", "cut", "seeded"])
 def test_a_proposal_over_recorded_steps_is_the_one_over_eager_steps(params: SamplingParams) -> None:
-    """A step is the pass and the choice behind it, in one recording; under other parameters another is made."""
+    """A recorded step is a pass and the choice of a token; other sampling parameters need another recording."""
     made_of = [drafting(engine, params) for engine in engines(made("qwen3").float())]
     committed = text(20).tolist()
     for drafter in made_of:
@@ -210,14 +211,14 @@ def test_a_head_that_reads_layers_is_recorded_where_its_target_is() -> None:
 
 
 def stops(below: float) -> Stopping:
-    """Ends proposals where their tokens are unlikely to stand."""
+    """Thresholds that end proposals at tokens unlikely to be accepted."""
     found = Stopping(LONGEST)
     found.decide(CENTRES, CENTRES, [below] * LONGEST, [below / 2] * (LONGEST - 1))
     return found
 
 
 def drafting(engine: TransformersEngine, params: SamplingParams) -> ModelDrafter:
-    """Steps queued, with the same random numbers each time."""
+    """A drafter that queues its steps, with the same random numbers each time."""
     processor = LogitsProcessor(params, engine.vocab_size, engine.device)
     generator = torch.Generator(engine.device).manual_seed(7)
     drafter = ModelDrafter(engine.sequence(), engine, engine.vocab_size, params, processor, generator)

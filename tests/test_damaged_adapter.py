@@ -1,4 +1,4 @@
-"""A flipped byte in a promoted adapter: the next start says so in one line and runs on the last good one."""
+"""A flipped byte in a promoted adapter: the next start reports it in one line and uses the last intact adapter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our kernels' gated delta nets against the rule itself, for every instruction set that this processor has."""
+"""Our gated delta net kernels against the recurrence in float64, for every instruction set of this processor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = [DeltaSizes(1, 2, 16, 48, 4), DeltaSizes(2, 2, 128, 128, 4), DeltaSizes(
 
 
 def layer(sizes: DeltaSizes) -> Qwen3_5GatedDeltaNet:
-    """A layer as transformers makes it, with numbers that no mistake hides behind and states that last."""
+    """A layer of transformers with random weights that hide no mistake, and with slowly decaying states."""
     torch.manual_seed(3)
     config = Qwen3_5TextConfig(
         hidden_size=32,
@@ -41,7 +41,7 @@ def inputs(sizes: DeltaSizes, count: int) -> torch.Tensor:
 
 
 def through(net: DeltaNet, states: States, projected: torch.Tensor) -> torch.Tensor:
-    """One pass of a model that is one layer."""
+    """One pass through a model of this one layer."""
     out = torch.empty(len(projected), states.sizes.value_heads * states.sizes.value_size)
     net(projected.contiguous(), out, 0, len(projected), states.begin(len(projected)))
     states.end(len(projected))
@@ -49,7 +49,7 @@ def through(net: DeltaNet, states: States, projected: torch.Tensor) -> torch.Ten
 
 
 def by_the_rule(module: Qwen3_5GatedDeltaNet, sizes: DeltaSizes, projected: torch.Tensor) -> torch.Tensor:
-    """What a layer's output projection is given, token by token in float64."""
+    """The input of the layer's output projection, computed token by token in float64."""
     mixed, gate, correction, decay = projected.double().split(
         [sizes.channels, sizes.value_heads * sizes.value_size, sizes.value_heads, sizes.value_heads], 1
     )
@@ -88,7 +88,7 @@ def test_a_text_follows_the_rule(sizes: DeltaSizes) -> None:
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @torch.inference_mode()
 def test_a_token_does_not_depend_on_the_passes_that_brought_it(sizes: DeltaSizes) -> None:
-    """Bit for bit, also behind tokens that were taken back, behind checkpoints, and in copies."""
+    """Bit for bit, also after rollbacks, after checkpoints, and in copies."""
     dice, net = random.Random(7), DeltaNet(layer(sizes), sizes)
     projected = inputs(sizes, 400)
     right, ahead = through(net, States(sizes, [net]), projected), 0
@@ -99,7 +99,7 @@ def test_a_token_does_not_depend_on_the_passes_that_brought_it(sizes: DeltaSizes
             count = min(dice.choice([1, 1, 2, 5, 9, 16, 30, HELD, HELD + 1, 100]), len(projected) - held)
             assert torch.equal(through(net, states, projected[held : held + count]), right[held : held + count])
             if dice.random() < 0.3:
-                through(net, states, inputs(sizes, dice.randrange(1, 20)))  # which are taken back
+                through(net, states, inputs(sizes, dice.randrange(1, 20)))  # tokens that the rollback below removes
                 ahead += states._ahead is not None
             states.rollback(min(held + count, held + dice.randrange(1, 40)))
             if dice.random() < 0.1:

@@ -1,4 +1,4 @@
-"""``adaptive demo``, shortened: what it says to people and to machines."""
+"""``adaptive demo``, shortened: its text and its JSON output."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from adaptive.types import Message, SamplingParams, StopParams
 from cli import demo
 from cli.demo_head import hidden_states
 
-# Few and short answers, which are enough for a head to begin with.
+# Few and short answers, but enough for the first training of a head.
 SHORT = {"JUDGED": 2, "LEARNED": 56, "TOKENS": 32, "HEAD_SECONDS": 3.0, "COMPARED": 2}
-# The same in a process of its own.
+# The shortened demo in a process of its own.
 PLAY = f"""
 import sys
 from cli import demo
@@ -35,7 +35,7 @@ run()
 
 @pytest.mark.thorough
 def test_the_demo_says_what_it_came_to_as_one_object(adaptive: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So few answers hardly teach anything; whether the gate lets that through, the figures say, too."""
+    """So few answers teach hardly anything, so the gate may refuse; the report must agree with its decision."""
     for name, value in SHORT.items():
         monkeypatch.setattr(demo, name, value)
     status, out, err = adaptive("demo", "--json", "--dtype", "float32", "--seed", "1")
@@ -69,7 +69,7 @@ def test_the_head_of_the_demo_stands_in_the_table_and_is_kept_as_what_the_target
     rows = {row["decoding"]: row for row in found["after"]}
     head = rows["head from nothing, 56 answers"]
     assert (head["drafter"], head["draft_length"], head["adapter"]) == ("head", 4, "0001")
-    assert head["acceptance"] > 0.1  # which is a head's that was trained, and was used
+    assert head["acceptance"] > 0.1  # only a trained head that was in use reaches this
     assert rows["head from nothing, 56 answers, length auto"]["draft_length"] is None
     assert found["greedy"] == {"answers": 2, "same": 2}
     assert "More answers teach a head more" in " ".join(err.split())
@@ -82,7 +82,7 @@ def test_the_head_of_the_demo_stands_in_the_table_and_is_kept_as_what_the_target
 
 
 def heed_interrupts() -> None:
-    """What runs in a shell's background ignores ctrl-C, and so do its children: not as a person's terminal does."""
+    """Restore the default action of ctrl-C, which background jobs of a shell and their children ignore."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -112,7 +112,7 @@ def test_ctrl_c_ends_the_demo_without_a_traceback_and_leaves_nothing_behind(tmp_
 
 
 def test_hidden_states_computed_afterwards_are_those_that_an_answer_left_in_the_cache(tmp_path: Path) -> None:
-    """So the head of the demo learns from what a session on the target alone keeps."""
+    """The demo's head therefore learns from the same states that a session on the target alone keeps."""
     settings = Settings(home=tmp_path, dtype="float32", draft="auto", target=str(BUNDLED / "target"), history="off")
     with opened(settings, load_pair(settings)) as session:
         messages, sampling = [Message("user", "Which tool tells the weather?")], SamplingParams(seed=3)
@@ -125,7 +125,7 @@ def test_hidden_states_computed_afterwards_are_those_that_an_answer_left_in_the_
     assert computed.first == kept.first == 0
     assert computed.values.shape == kept.values.shape
     difference = abs(computed.states() - kept.states()).max()
-    assert difference <= 0.02 * abs(kept.states()).max()  # two steps of the 8 bits that both are rounded to
+    assert difference <= 0.02 * abs(kept.states()).max()  # two steps of the 8-bit rounding of both
 
 
 @pytest.mark.long

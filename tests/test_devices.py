@@ -1,4 +1,4 @@
-"""The numbers that a model is loaded in, where nobody says which."""
+"""The default dtype of a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from adaptive.settings import load_settings
 
 
 def config(kind: type[PreTrainedConfig], architecture: str) -> PreTrainedConfig:
-    """As a checkpoint of this class has it."""
+    """The config of a checkpoint of this class."""
     made = kind()
     made.architectures = [architecture]
     return made
@@ -28,15 +28,16 @@ def test_bfloat16_is_for_what_is_multiplied_in_it(multiplied: bool, monkeypatch:
     known, unknown = config(LlamaConfig, "LlamaForCausalLM"), config(GPT2Config, "GPT2LMHeadModel")
     assert choose_dtype(load_settings({}), "cpu", known) == torch.bfloat16
     assert choose_dtype(load_settings({}), "cpu", unknown) == (torch.bfloat16 if multiplied else torch.float32)
-    # What is asked for is what is used.
+    # An explicit setting is used as it is.
     assert choose_dtype(load_settings({"dtype": "bfloat16"}), "cpu", unknown) == torch.bfloat16
 
 
 def test_what_was_measured_once_is_kept(tmp_path: Path) -> None:
-    """A busy moment cannot make another run's text another one; a damaged file is measured anew."""
+    """Later runs reuse the measured choice, so a busy moment cannot change their text. A damaged file is replaced by a
+    new measurement."""
     here = tmp_path / "state"
     first = dtype.kept_dtype(64, here)
-    assert not here.exists()  # looking makes no state
+    assert not here.exists()  # reading the choice creates no state folder
     here.mkdir()
     for spoiled in (None, "{", "[]", '{"another machine": "torch.float16"}'):
         if spoiled is not None:

@@ -1,4 +1,4 @@
-"""One server, asked as llama.cpp's server is, and by OpenAI's client through ``/v1/responses``."""
+"""One server, called through llama.cpp's API and by OpenAI's client through ``/v1/responses``."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_streamed_response_is_the_whole_one(client: openai.OpenAI) -> None:
 
 
 class Place(BaseModel):
-    """What an answer is to be."""
+    """The schema of an answer."""
 
     place: Literal["Rome", "Oslo"]
     warm: bool
@@ -263,5 +263,5 @@ def test_what_is_not_to_be_stored_is_not_in_the_log(client: openai.OpenAI, diale
         before = log.count()
         assert respond(client, store=False).store is False
         assert log.count() == before
-        assert respond(client).store is False  # which is about fetching it again
+        assert respond(client).store is False  # responses are not stored for later retrieval
         assert log.count() == before + 1

@@ -1,4 +1,4 @@
-"""``adaptive doctor`` looks at the machine it runs on, and fails only for what is needed."""
+"""``adaptive doctor`` inspects the machine and fails only if something required is missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ runner = CliRunner()
 
 @pytest.fixture
 def pair(tmp_path: Path) -> list[str]:
-    """Options that name a small local pair (whose tokenizer nobody asks for)."""
+    """Options for a small local pair. It has no tokenizer, which doctor does not read."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
     for name in ("target", "draft"):
         LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).save_pretrained(tmp_path / name)
@@ -120,7 +120,8 @@ def layers_of(folder: Path, state: Path) -> dict[str, str]:
 
 
 def test_what_was_found_of_a_models_passes_at_loading_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First that it is tried then, then what came of it; and of another checkpoint in its place nothing."""
+    """Before loading, doctor reports that loading will test the passes; afterwards, the result. A result does not apply
+    to another checkpoint in the same folder."""
     folder, state = tmp_path / "target", tmp_path / "state"
     state.mkdir()
     named = {"device": "cpu", "target": str(folder), "draft": "none", "dtype": "float32", "home": state}
@@ -143,7 +144,7 @@ def test_what_was_found_of_a_models_passes_at_loading_is_told(tmp_path: Path, mo
 
     tiny_model("falcon_h1", num_hidden_layers=1, seed=1).save_pretrained(folder)
     assert "is tried when it is loaded" in layers_of(folder, state)["value"]
-    monkeypatch.setattr(guard, "NEAR", {torch.float32: -1.0})  # no two passes agree so well
+    monkeypatch.setattr(guard, "NEAR", {torch.float32: -1.0})  # a tolerance that no two passes meet
     problem = load()
     assert problem is not None
     found = layers_of(folder, state)

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads of both formats say what their writers' formulas say, and draft exactly."""
+"""EAGLE-3 heads of both formats compute the formulas of their training code, and drafting with them is exact."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def settings_of(target: Path, draft: Path) -> Settings:
 
 
 def loaded(target: Path, head: Path, ours: bool = True) -> tuple[Pair, TransformersEngine, HeadEngine]:
-    """A pair, its target on our forward (layer by layer) or on transformers' own."""
+    """A pair and the engines of its target and its head; with ``ours`` our forward runs (layer by layer)."""
     pair = load_pair(settings_of(target, head))
     assert isinstance(pair.target, TransformersEngine)
     assert isinstance(pair.draft, HeadEngine)
@@ -60,7 +60,7 @@ def bound(target: TransformersEngine, head: HeadEngine) -> tuple[TransformersSeq
 
 
 def states_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """The target's hidden states (n, taps * width) before the layers that the heads here read, by transformers."""
+    """The target's hidden states (n, taps * width) before the layers in ``TAPS``, by transformers."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         found = model(tokens[None], output_hidden_states=True).hidden_states
@@ -69,8 +69,8 @@ def states_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def by_formula(folder: Path, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits (n - 1, vocab) of a head for a text (n,), the target's states of the beginning of which are given: written
-    down from the formulas in docs/notes/2026-11-foreign-heads.md, a row at a time."""
+    """Logits (n - 1, vocab) of a head for a text (n,), given the target's states for its beginning. Follows the
+    formulas in docs/notes/2026-11-foreign-heads.md, a row at a time."""
     w = {name.replace("midlayer", "layers.0"): t.float() for name, t in load_file(folder / "model.safetensors").items()}
     config = json.loads((folder / "config.json").read_text())
     layer = config.get("transformer_layer_config", config)
@@ -149,18 +149,18 @@ def test_logits_are_those_of_the_formulas(
     held.extend(tokens[:known], 1)
     right = by_formula(folder, states_of(target, tokens[:known]), tokens)
     found, done = [], 0
-    for count in (1, 5, 1, 16, 1, 3, 1, 1, 1):  # the last ones read what the head itself makes
+    for count in (1, 5, 1, 16, 1, 3, 1, 1, 1):  # the last passes read the head's own states
         found.append(draft.extend(tokens[done : done + count], count).clone())
         done += count
     assert done == draft.length == len(tokens)
     got = torch.cat(found)
-    assert torch.equal(got[0], torch.zeros(4096))  # nothing is known where a text begins
+    assert torch.equal(got[0], torch.zeros(4096))  # the first token has no preceding state
     assert torch.equal(got[1:].isinf(), right.isinf())
     assert int((~right[0].isinf()).sum()) == 500
     some = ~right[0].isinf()
     scale = right[:, some].abs().max()
     torch.testing.assert_close(got[1:, some] / scale, right[:, some] / scale, rtol=0, atol=1e-4)
-    # Otherwise the line above would hold nothing: what is added to, and which layers are read, matter.
+    # The comparison above can fail: with the other input of the residual connection the logits differ.
     assert isinstance(head.head, Eagle3Head)
     head.head._added = not head.head._added
     other = head.sequence_of(held).extend(tokens[: known + 1], known)
@@ -251,7 +251,7 @@ def test_a_conversation_goes_on_from_what_both_hold(pair: Pair, prompts: list[st
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformersEngine, HeadEngine]:
-    """A tiny target over eight tokens, and a head that knows five of them."""
+    """A tiny target over eight tokens, and a head whose vocabulary holds five of them."""
     from adaptive.engines.head.kinds import HeadKind
     from adaptive.engines.load import Source
     from adaptive.engines.load_head import load_head

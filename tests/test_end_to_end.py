@@ -1,4 +1,4 @@
-"""The whole way on the bundled pair: answer, log, distil, swap in, guess better on prompts not trained on."""
+"""End to end on the bundled pair: answer, log, distil, swap in, and accept more tokens on unseen prompts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def answer(session: OpenedPair, prompts: list[PromptLine], record: bool) -> list
 
 
 def accepted(rounds: list[Round]) -> npt.NDArray[np.float64]:
-    """Tokens that each round accepted."""
+    """The number of tokens that each round accepted."""
     return np.array([outcome.accepted for outcome in rounds], dtype=np.float64)
 
 
@@ -62,7 +62,7 @@ def test_an_assistant_guesses_better_after_learning_from_its_own_answers(own_hom
         assert outcome.manifest.status == "promoted", outcome.message
         assert session.swapper.use_promoted()
         after = accepted(answer(session, judged, record=False))
-    # Three trainings on other random numbers gained 16 to 18%; some 3% are the chance of 1,600 rounds on either side.
+    # Three trainings with other seeds gained 16 to 18%; chance over 1,600 rounds before and after accounts for some 3%.
     gain = after.mean() - before.mean()
     assert gain > 3.1 * (before.var() / before.size + after.var() / after.size) ** 0.5
     assert gain > 0.08 * (1 + before.mean())

@@ -1,4 +1,4 @@
-"""What goes wrong is said on one line, also where the one who failed says nothing."""
+"""Errors are reported on one line, even if the original exception has no message."""
 
 from __future__ import annotations
 

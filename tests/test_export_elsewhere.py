@@ -1,4 +1,4 @@
-"""The merged draft means elsewhere what it means here: transformers accepts it as often as our loop does."""
+"""The exported merged draft works elsewhere: transformers accepts its tokens as often as our loop does."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ LENGTH, TOKENS = 4, 60
 
 
 def accepted_by_transformers(model: Any, draft: Any, prompt: list[int], output: list[int]) -> tuple[int, int]:
-    """Accepted and drafted tokens of assisted generation that goes on from the first output token.
+    """Accepted and drafted tokens of transformers' assisted generation after the first output token.
 
-    Ours drafts nothing before that token either. Each call of the target verifies what was drafted.
+    Our loop drafts nothing before that token either. Each call of the target verifies one draft.
     """
     drafted: list[int] = []
     given = torch.tensor([prompt + output[:1]])
@@ -92,5 +92,5 @@ def test_transformers_accepts_the_merged_draft_as_often_as_our_loop(tmp_path: Pa
         for counts in filter(None, (ours, theirs)):
             rates.append(sum(a for a, _ in counts) / sum(d for _, d in counts))
     before, here, elsewhere = rates
-    assert here > before + 0.05  # it is the distilled draft that is exported
+    assert here > before + 0.05  # the exported draft is the distilled one
     assert abs(here - elsewhere) < 0.01

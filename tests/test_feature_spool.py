@@ -1,4 +1,4 @@
-"""The feature spool: what is kept of hidden states, for how long, and what a kill leaves of it."""
+"""The feature spool: precision and retention of hidden states, and its files after a kill."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ GIGABYTE = 10**9
 
 
 def states(number: int, tokens: int = 7, width: int = 96) -> np.ndarray:
-    """Hidden states that differ by ``number``."""
+    """Random hidden states (tokens, width), determined by ``number``."""
     rng = np.random.default_rng(number)
     return rng.standard_normal((tokens, width)).astype(np.float32)
 
 
 def filled(path: Path, count: int, limit: int = GIGABYTE, keep: Keep | None = None) -> FeatureSpool:
-    """A log of ``count`` records with features."""
+    """The spool of a log of ``count`` records with features."""
     spool = FeatureSpool(path.parent / "features", limit)
     with LogWriter(path, spool=spool, keep=keep) as writer:
         for number in range(1, count + 1):
@@ -53,7 +53,7 @@ def test_states_come_back_to_a_hundredth_also_beside_numbers_a_thousand_times_as
     given = states(1, 50, 200)
     given[:, 5] *= 3000.0
     back = Features.of(given).states()
-    others = np.delete(np.arange(200), np.arange(64))  # those of other blocks
+    others = np.delete(np.arange(200), np.arange(64))  # the columns outside the large number's block
     error = np.abs(back - given)[:, others].max() / np.abs(given[:, others]).max()
     assert error < 0.01
     assert np.abs(back[:, 5] / given[:, 5] - 1).max() < 0.01
@@ -129,7 +129,7 @@ def test_what_other_processes_wrote_counts(tmp_path: Path) -> None:
 def test_a_purge_takes_the_features_of_what_it_deletes(tmp_path: Path) -> None:
     state = PairState(tmp_path)
     spool = filled(state.records, 6)
-    os.link(spool.folder / "2.safetensors", tmp_path / "second")  # what lies on the disk, whatever its name
+    os.link(spool.folder / "2.safetensors", tmp_path / "second")  # keeps the data readable after the file is unlinked
     with Log(state.records) as log:
         log.purge(older_than_s=time.time() - generation(4).created + 0.5)
         erase_beside(state, everything=False)
@@ -152,7 +152,7 @@ def test_retention_takes_features_too(tmp_path: Path) -> None:
 
 def test_orphans_are_removed_at_a_start(tmp_path: Path) -> None:
     spool = filled(tmp_path / "records.db", 2)
-    spool.write(17, "of a record that never was", Features.of(states(17)))  # as if its transaction had not ended
+    spool.write(17, "of a record that never was", Features.of(states(17)))  # as if its transaction had not committed
     (spool.folder / ".tmp-0123456789abcdef").write_bytes(b"half")
     filled(tmp_path / "records.db", 1)
     assert spool.ids() == [1, 2, 3]
@@ -213,12 +213,12 @@ for number in itertools.count(1):
 
 
 def kill_while_writing(folder: Path, times: int) -> None:
-    """Kill a writing process again and again; every file in the spool is whole and belongs to its record."""
+    """Kill a writing process ``times`` times, and check that every spool file is complete and belongs to its record."""
     path = folder / "records.db"
     for turn in range(times):
         process = start(WRITES_FOREVER, path)
         assert process.stdout is not None
-        process.stdout.readline()  # it is under way
+        process.stdout.readline()  # wait for the first record
         time.sleep(random.Random(turn).uniform(0, 0.1))
         process.send_signal(signal.SIGKILL)
         process.wait()

@@ -1,4 +1,4 @@
-"""Hidden states that a sequence keeps are transformers' own, whatever computes them and however the text came about."""
+"""Hidden states kept by a sequence equal transformers', on every forward and for every way of building the text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def model_of(name: str) -> PreTrainedModel:
-    """In float32, with room for long texts."""
+    """A model in float32 with a context for long texts."""
     if name in OTHERS:
         torch.manual_seed(5)
         return AutoModelForCausalLM.from_config(OTHERS[name]).eval()
@@ -35,7 +35,7 @@ def model_of(name: str) -> PreTrainedModel:
 
 
 def truth(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """What the last layer gives for a text (n,), (n, width); transformers' last hidden state is the norm of it."""
+    """The last layer's output (n, width) for a text (n,). Transformers' last hidden state is its norm."""
     norm, given = final_norm(model), []
     assert norm is not None
     layers = next(m for m in model.get_decoder().children() if isinstance(m, torch.nn.ModuleList))
@@ -52,7 +52,7 @@ def truth(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def engine_of(model: PreTrainedModel, forward: str) -> TransformersEngine:
-    """An engine on our own forward, layer by layer, on transformers', or on that with recorded passes."""
+    """An engine on our forward (fused or layer by layer), or on transformers' (eager or with recorded passes)."""
     engine = TransformersEngine(model)
     if forward == "layers" and engine.cpu_forward is not None:
         engine.cpu_forward.fused = False
@@ -64,7 +64,7 @@ def engine_of(model: PreTrainedModel, forward: str) -> TransformersEngine:
 
 
 def close(sequence: TransformersSequence, right: torch.Tensor, begin: int = 0) -> None:
-    """The sequence's features from ``begin`` on are the right ones (n, width) of the whole text."""
+    """Check the sequence's features from ``begin`` on against the right ones (n, width) of the whole text."""
     found = sequence.features(begin, sequence.length)
     assert found.dtype == torch.float32
     scale = right.abs().max()
@@ -72,7 +72,7 @@ def close(sequence: TransformersSequence, right: torch.Tensor, begin: int = 0) -
 
 
 def grow(sequence: TransformersSequence, tokens: torch.Tensor, counts: tuple[int, ...]) -> None:
-    """Append the next tokens of the text, in passes of so many."""
+    """Append the next tokens of the text, in passes of ``counts`` tokens."""
     for count in counts:
         given = tokens[sequence.length : sequence.length + count]
         sequence.extend(given.tolist() if count % 2 else given, min(count, 1))
@@ -81,7 +81,7 @@ def grow(sequence: TransformersSequence, tokens: torch.Tensor, counts: tuple[int
 @pytest.mark.parametrize("forward", ["own", "layers", "torch", "transformers", "recorded"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_features_are_what_the_last_layer_gives(name: str, forward: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if forward == "torch":  # our own without the kernels
+    if forward == "torch":  # our own forward, without the kernels
         monkeypatch.setattr(kernels, "library", lambda: None)
     model, tokens = model_of(name), text(600)
     right = truth(model, tokens)
@@ -94,9 +94,9 @@ def test_features_are_what_the_last_layer_gives(name: str, forward: str, monkeyp
     sequence.rollback(30)
     with pytest.raises(ValueError):
         sequence.features(0, 31)
-    sequence.extend(text(7).tolist(), 1)  # which do not stand
+    sequence.extend(text(7).tolist(), 1)  # rolled back below
     sequence.rollback(30)
-    grow(sequence, tokens, (3, 1, GROWTH))  # over the end of the buffer
+    grow(sequence, tokens, (3, 1, GROWTH))  # beyond the end of the buffer
     close(sequence, right)
     copied = engine.sequence(features=True)
     copied.extend(text(12).tolist(), 1)

@@ -1,4 +1,4 @@
-"""A head that came from elsewhere learns like any draft: what is trained is what drafts, and stays exact with it."""
+"""A published head is trained like any draft: the trained module computes what drafts, and decoding stays exact."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ANSWERS = 40
 
 
 def saved(name: str, folder: Path, alike: bool = True) -> list[str]:
-    """What names a target with a head of its own, or with an EAGLE-3 head beside it."""
+    """Save a target with a multi-token head, or with a separate EAGLE-3 head. Returns the options that name them."""
     if name in MTP_TYPES:
         return ["--target", str(save_with_mtp(name, folder / "target", alike))]
     target = save_eagle_target(folder / "target")
@@ -43,7 +43,7 @@ def saved(name: str, folder: Path, alike: bool = True) -> list[str]:
 
 
 def spoil(file: Path, name: str) -> None:
-    """Have a head say something else, by one product of two vectors in the tensor whose name ends so."""
+    """Change a head's predictions: add a rank-one matrix to the tensor whose name ends in ``name``."""
     tensors = load_file(file)
     (weight,) = (tensor for key, tensor in tensors.items() if key.endswith(name))
     generator = torch.Generator().manual_seed(4)
@@ -58,7 +58,7 @@ def settings_of(named: list[str]) -> Any:
 
 
 def with_adapter(head: ForeignHead, folder: Path) -> None:
-    """Have ``head`` learn something at random, written into ``folder``."""
+    """Write an adapter of random weights for ``head`` into ``folder``."""
     model = lora.attach(head, Recipe(rank=4))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def with_adapter(head: ForeignHead, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", [*EAGLES, *MTP_TYPES])
 def test_what_is_trained_is_what_drafts_with_the_adapter_too(name: str, tmp_path: Path) -> None:
-    """Every step of every draft, from a head that was loaded without its target and from the one that is in use."""
+    """At every step of every draft, the head loaded for training without its target agrees with the head in use."""
     settings = settings_of(saved(name, tmp_path, alike=False))
     pair, trained = load_pair(settings), load_draft_for_training(settings)
     assert isinstance(pair.target, TransformersEngine)
@@ -178,7 +178,7 @@ def test_an_eagle_head_is_exported_with_what_it_learned(tmp_path: Path, adaptive
 
 
 def test_what_a_draft_can_never_say_is_not_asked_of_it() -> None:
-    """Outside of its vocabulary: the gradient is that of the target's distribution over the tokens inside."""
+    """Tokens outside the draft's vocabulary: the gradient is that of the target's distribution over those inside."""
     generator = torch.Generator().manual_seed(0)
     logits, target = torch.randn(5, 9, generator=generator), torch.randn(5, 9, generator=generator) * 2
     inside = torch.tensor([0, 2, 3, 5, 8])

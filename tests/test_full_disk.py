@@ -1,4 +1,4 @@
-"""On a full disk everything says so in one line and goes on or ends cleanly, and what is said then is not lost."""
+"""On a full disk every command reports it in one line and continues or ends cleanly; the answer is not lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """Write until the file system is full; the file that fills it."""
+    """Write until the file system is full. Returns the file that fills it."""
     filler = folder / "filler"
     with filler.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
         while stream.write(bytes(4096)) == 4096:
@@ -98,7 +98,7 @@ def test_a_server_starts_and_answers_on_a_full_disk_shows_it_and_logs_it_all_lat
 def test_distilling_on_a_full_disk_is_one_line(small: Path, taught: Taught) -> None:
     state = PairState(small / taught.state.root.name)
     state.root.mkdir()
-    # The log lies on a disk with room: it is the adapter that finds none.
+    # The log is on a disk with free space; only writing the adapter fails.
     state.records.symlink_to(taught.state.records)
     fill(small)
     pair = ("--target", str(taught.settings.target), "--draft", str(taught.settings.draft), "--device", "cpu")
@@ -117,7 +117,7 @@ def test_everything_can_be_purged_on_a_full_disk(small: Path) -> None:
     state.training.write_bytes(bytes(1000))
     state.records.with_name("records.db.damaged").write_bytes(b"the-secret")
     fill(small)
-    with LogWriter(state.records) as held:  # a server that has it open
+    with LogWriter(state.records) as held:  # as if a server had the log open
         held.write(generation(6, text="another " * 5000))
         assert not held.flush()
         purged = adaptive("records", "purge", "--all", "--yes", "--state-dir", str(small))
@@ -128,5 +128,5 @@ def test_everything_can_be_purged_on_a_full_disk(small: Path) -> None:
         assert not state.training.exists()
         assert held.flush(), held.problem
     with Log(state.records) as log:
-        assert [entry.id for entry in log.generations()] == [6]  # ids go on
+        assert [entry.id for entry in log.generations()] == [6]  # ids are not reused
     assert json.loads(adaptive("records", "check", "--json", "--state-dir", str(small)).stdout)["file"] is None

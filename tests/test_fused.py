@@ -1,4 +1,4 @@
-"""A proposal in one call is the one made token by token; a verification in one call is a pass and then the rule."""
+"""A proposal in one call equals one made token by token; a verification in one call equals a pass and then the rule."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="the kernels are not b
 
 @pytest.fixture(scope="module")
 def engine() -> TransformersEngine:
-    """A small draft, whose distributions are neither flat nor sure."""
+    """A small draft whose distributions are neither flat nor certain."""
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -67,7 +67,7 @@ def drafter(
     target_vocab: int = VOCAB,
     processor: LogitsProcessor | None = None,
 ) -> ModelDrafter:
-    """With the same random numbers each time."""
+    """A drafter with the same random numbers each time."""
     penalties = processor or LogitsProcessor(params, target_vocab, torch.device("cpu"))
     generator = torch.Generator().manual_seed(7)
     return ModelDrafter(engine.sequence(), engine, target_vocab, params, penalties, generator)
@@ -79,14 +79,14 @@ def by_token(
     target_vocab: int = VOCAB,
     processor: LogitsProcessor | None = None,
 ) -> ModelDrafter:
-    """One that asks for every token."""
+    """A drafter that runs a separate pass for every token."""
     made = drafter(engine, params, target_vocab, processor)
     made._fused = None
     return made
 
 
 def stops(below: float, asked: list[tuple[int, float]]) -> Callable[[int, float], Advice]:
-    """Advice by confidence, which is noted."""
+    """An adviser that ends drafts by confidence and notes its arguments in ``asked``."""
 
     def advise(position: int, confidence: float) -> Advice:
         asked.append((position, confidence))
@@ -124,7 +124,7 @@ def test_it_is_the_same_as_token_by_token(
             if mine.probs is not None and theirs.probs is not None:
                 for p, q in zip(mine.probs, theirs.probs, strict=True):
                     assert np.abs(np.asarray(p) - np.asarray(q)).max() < 1e-5
-            # Some of it stands, some does not.
+            # Accept none or some of its tokens.
             committed = [*committed, *mine.tokens[: turn % 3]]
         committed.append(turn % target_vocab)
         for made in (one, other):
@@ -137,7 +137,7 @@ def test_it_is_the_same_as_token_by_token(
 
 
 def test_proposals_for_several_texts_in_one_call_are_those_of_one_after_the_other(engine: TransformersEngine) -> None:
-    """Greedy, under a seed and sampled ones, of different lengths, with and without thresholds."""
+    """Greedy, seeded and sampled proposals of different lengths, with and without thresholds."""
     together, alone = [], []
     for made in (together, alone):
         for number in range(8):
@@ -175,7 +175,7 @@ def test_proposals_for_several_texts_in_one_call_are_those_of_one_after_the_othe
 
 
 def ended(making: Making, given: Proposed) -> Proposal | None:
-    """What a proposal has come to."""
+    """The finished proposal of a generator that is sent its last input."""
     try:
         making.send(given)
     except StopIteration as end:
@@ -186,7 +186,7 @@ def ended(making: Making, given: Proposed) -> Proposal | None:
 
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled", "cut"])
 def test_thresholds_end_a_draft_where_asking_for_them_would(engine: TransformersEngine, params: SamplingParams) -> None:
-    """The same tokens, bins and reach, for thresholds that end drafts here and there."""
+    """Tokens, confidence bins and cache lengths are the same, for random thresholds."""
     one, other, dice = drafter(engine, params), by_token(engine, params), random.Random(5)
     rules = Stopping(6), Stopping(6)
     committed, ends = list(PROMPT), set()
@@ -241,7 +241,7 @@ def test_what_the_adviser_raises_is_raised(engine: TransformersEngine, error: ty
 
     with pytest.raises(error, match="here"):
         made.propose(PROMPT, 5, advise)
-    # Nothing of it is left, and the next proposal is one.
+    # The failed call leaves nothing behind, and the next proposal is correct.
     again = made.propose(PROMPT, 5)
     assert again is not None
     expected = by_token(engine, PARAMS[0]).propose(PROMPT, 5)
@@ -253,7 +253,7 @@ def test_nothing_is_kept_of_an_answer(engine: TransformersEngine) -> None:
     made = drafter(engine, PARAMS[1])
     assert made.propose(PROMPT, 5, stops(0.3, [])) is not None
     kept = weakref.ref(made.sequence)
-    gc.disable()  # distributions of a large vocabulary are not to wait for it
+    gc.disable()  # large distributions must be freed without garbage collection
     try:
         del made
         assert kept() is None
@@ -275,7 +275,7 @@ def test_penalties_and_biases_are_asked_for_token_by_token(engine: TransformersE
 
 
 def verifier(params: SamplingParams) -> Verifier:
-    """With the same random numbers each time."""
+    """A verifier with the same random numbers each time."""
     penalties = LogitsProcessor(params, VOCAB, torch.device("cpu"))
     return Verifier(params, penalties, torch.Generator().manual_seed(11))
 
@@ -285,7 +285,7 @@ def verifier(params: SamplingParams) -> Verifier:
 def test_a_verification_is_a_pass_and_then_the_rule(
     engine: TransformersEngine, params: SamplingParams, draft_vocab: int
 ) -> None:
-    """The same tokens stand, with the same probabilities, for the same random numbers, and the logits are the same."""
+    """Accepted tokens, their probabilities and the logits are the same for the same random numbers."""
     one, other, judge = engine.sequence(), engine.sequence(), verifier(params)
     assert one.fused is not None
     transform, uniform = Transform(params), Uniform(torch.Generator().manual_seed(11))
@@ -293,7 +293,7 @@ def test_a_verification_is_a_pass_and_then_the_rule(
     counts = set()
     for turn in range(120):
         fed, count = committed[one.length :], turn % 5
-        # Drafted by a draft that is often right: the target's own distributions, blurred.
+        # Draft from the target's own distributions, flattened, so that the draft is often right.
         drafted, q = [], []
         for _ in range(count):
             p = torch.softmax(0.6 * other.extend([*committed, *drafted][other.length :], 1)[0, :draft_vocab], 0)

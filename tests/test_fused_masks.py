@@ -1,4 +1,4 @@
-"""Under a grammar a proposal and a verification in one call are those made token by token over masked logits."""
+"""Under a grammar a proposal or verification in one call equals the one made token by token over masked logits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="the kernels are not b
 
 
 class Counted:
-    """A tokenizer each of whose tokens is its own number, but for the last, which ends a text."""
+    """A tokenizer in which each token is the text of its own number, except the last, which ends a text."""
 
     eos_token_id, bos_token_id = VOCAB - 1, None
     special_token_ids = (VOCAB - 1,)
@@ -39,7 +39,7 @@ class Counted:
 
 
 def odd_and_even(params: SamplingParams) -> LogitsProcessor:
-    """Odd and even numbers may come in turns."""
+    """A processor with a grammar in which odd and even numbers alternate."""
     tokenizer = LLTokenizer(TokenizerWrapper(Counted()), n_vocab=VOCAB)
     matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_regex(ODD_AND_EVEN), log_level=0)
     return LogitsProcessor(params, VOCAB, torch.device("cpu"), Constraint(matcher, VOCAB))
@@ -65,7 +65,7 @@ def test_under_a_grammar_it_is_the_same_as_token_by_token(
                 assert np.abs(np.asarray(p) - np.asarray(q)).max() < 1e-5
         lengths.add(len(tokens))
         kept = [token for token in tokens[: turn % 3] if token != VOCAB - 1]
-        kept.append(2 * turn + 1 - (len(committed) + len(kept) - len(PROMPT)) % 2)  # whatever else may stand there
+        kept.append(2 * turn + 1 - (len(committed) + len(kept) - len(PROMPT)) % 2)  # any other allowed token
         committed += kept
         for made, processor in zip((one, other), processors, strict=True):
             processor.commit(kept)
@@ -98,7 +98,7 @@ def test_what_is_raised_for_a_mask_is_raised(engine: TransformersEngine) -> None
 def test_a_verification_under_a_grammar_is_a_pass_and_then_the_rule_over_masked_logits(
     engine: TransformersEngine, params: SamplingParams
 ) -> None:
-    """Whether what was drafted may stand or not; and the logits that are kept are without the mask."""
+    """With drafted tokens that the grammar allows and forbids. The returned logits are unmasked."""
     one, other = engine.sequence(), engine.sequence()
     made = [Verifier(params, odd_and_even(params), torch.Generator().manual_seed(11)) for _ in range(2)]
     committed, dice = list(PROMPT), random.Random(5)
@@ -108,7 +108,7 @@ def test_a_verification_under_a_grammar_is_a_pass_and_then_the_rule_over_masked_
         drafted: list[int] = []
         for place in range(len(committed) - len(PROMPT), len(committed) - len(PROMPT) + count):
             logits = other.extend([*committed, *drafted][other.length :], 1)[0]
-            logits[place % 2 :: 2] -= 0 if dice.random() < 0.2 else 1000  # mostly what may stand
+            logits[place % 2 :: 2] -= 0 if dice.random() < 0.2 else 1000  # mostly an allowed token
             drafted.append(int(logits[: VOCAB - 1].argmax()))
         other.rollback(len(committed) - len(fed))
         proposal = Proposal("model", list(drafted), None) if drafted else None

@@ -1,4 +1,4 @@
-"""The gate promotes a real gain, and neither noise nor harm, also when it is asked again and again."""
+"""The gate promotes a real gain but neither noise nor harm, also over many repeated decisions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainers.replay import Replay, acceptance_rate
 
 
 def replays(rng: np.random.Generator, generations: int, mean: float, skill: np.ndarray | None = None) -> list[Replay]:
-    """Generations of unequal length and difficulty, 0 or 1 at each position as greedy records have it."""
+    """Generations of unequal length and difficulty, with acceptance 0 or 1 at each position as in greedy records."""
     lengths = rng.integers(30, 200, generations)
     skill = np.clip(rng.normal(mean, 0.15, generations), 0.02, 0.98) if skill is None else skill
     return [
@@ -22,7 +22,7 @@ def replays(rng: np.random.Generator, generations: int, mean: float, skill: np.n
 
 
 def changed(rng: np.random.Generator, before: list[Replay], shift: float, spread: float) -> list[Replay]:
-    """The same generations by another draft: acceptance moved by ``shift`` on average, unevenly."""
+    """The same generations with another draft: acceptance shifted by ``shift`` on average, ``spread`` its deviation."""
     after = []
     for one in before:
         wanted = np.clip(one.acceptance.mean() + rng.normal(shift, spread), 0.0, 1.0)
@@ -81,7 +81,7 @@ def test_false_promotions_of_first_candidates_stay_near_the_rate_granted(generat
 
 @pytest.mark.thorough
 def test_forty_rounds_with_nothing_to_learn_rarely_promote() -> None:
-    """40 rounds on one growing held-out set, 10 times: at most 2 promotions in any, few in all."""
+    """40 rounds on one growing held-out set, 10 times: at most 2 promotions each, and few in total."""
     rng = np.random.default_rng(7)
     promotions = []
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""Gemma 4 on our own forward: layers of two shapes, keys that layers share, inputs of the layers, all in one call."""
+"""Gemma 4 on our own forward, in one call: layers of two shapes, shared keys and per-layer inputs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_greedy_output_equals_target_alone(model_type: str) -> None:
         greedy = Greedy(target, draft, length)
         assert greedy.say(prompt, TOKENS) == expected
         assert length is None or 0 < greedy.accepted < 1
-        greedy.again(len(prompt) - 7)  # an answer made again
+        greedy.again(len(prompt) - 7)  # decode the answer again from a rolled-back prompt
         assert greedy.say(prompt, TOKENS) == expected
     itself = Greedy(target, target, 4)
     assert itself.say(prompt, TOKENS) == expected
@@ -51,7 +51,7 @@ def test_greedy_output_equals_target_alone(model_type: str) -> None:
 
 
 def test_an_adapter_of_a_draft_is_merged_and_taken_out_and_leaves_the_text_of_the_target(tmp_path: Path) -> None:
-    """Trained on every linear layer, those of the layers' inputs among them."""
+    """The adapter is trained on every linear layer, including those of the per-layer inputs."""
     model, prompt = tiny_model("gemma4_text"), prompt_of(40)
     target, other = TransformersEngine(model), noisy(model)
     answer = alone(model, prompt, TOKENS)
@@ -88,7 +88,7 @@ def test_int8_weights_say_nearly_the_same(name: str) -> None:
 
 
 def test_of_a_prompt_the_sharing_layers_compute_what_is_asked_for_and_say_the_same() -> None:
-    """Where hidden states are kept all of it is computed."""
+    """Layers that share keys skip prompt rows without requested logits, except where hidden states are kept."""
     forward = own(made(SHARING, torch.float32))
     assert forward.fused
     tokens = text(2 * MANY + 9)
@@ -96,7 +96,7 @@ def test_of_a_prompt_the_sharing_layers_compute_what_is_asked_for_and_say_the_sa
     right = forward(tokens, 3, whole).clone()
     assert torch.equal(forward(tokens, 3, short), right)
     none = forward.cache()
-    forward(tokens, 0, none)  # read without a question
+    forward(tokens, 0, none)  # read without asking for logits
     for token in (5, 9):
         asked = torch.tensor([token])
         assert torch.equal(forward(asked, 1, none), forward(asked, 1, whole))
@@ -127,7 +127,7 @@ def test_a_text_holds_one_cache_for_each_layer_that_has_keys() -> None:
 
 
 def test_layers_read_from_disk_say_the_same(tmp_path: Path) -> None:
-    """Also what they multiply the residual stream by, which is no parameter."""
+    """Including the factor of the residual stream, which is a buffer and not a parameter."""
     model = tiny_model("gemma4_text", vocab_size=512, vocab_size_per_layer_input=512, num_experts=None)
     for layer in model.model.layers:
         layer.layer_scalar.fill_(0.7)
@@ -166,7 +166,7 @@ def test_what_is_not_computed_keeps_transformers_forward() -> None:
         return forward_kind("Gemma4ForCausalLM", Gemma4TextConfig(**{**TWO_SIZES, **changes}), torch.float32, cpu)
 
     assert kind() == "fused"
-    assert kind(use_bidirectional_attention="vision") == "fused"  # of images, which are not read here
+    assert kind(use_bidirectional_attention="vision") == "fused"  # concerns images only, which are not supported here
     assert kind(use_bidirectional_attention="all") is None
     # Tokens without a row in the second embedding.
     assert kind(hidden_size_per_layer_input=8, vocab_size_per_layer_input=SIZES["vocab_size"] - 1) is None

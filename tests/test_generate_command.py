@@ -1,4 +1,4 @@
-"""``adaptive generate`` on local pairs: the objects it prints, and what a mistake looks like."""
+"""``adaptive generate`` on local pairs: its JSON output and its error messages."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_no_record_leaves_no_log(adaptive: Command, pair: tuple[str, str], own_h
 
 
 def one_line(err: str) -> str:
-    """The error, which must be one line of ours."""
+    """Check that the error output is one line of ours, and return it."""
     lines = err.strip().splitlines()
     assert len(lines) == 1, err
     assert lines[0].startswith("adaptive: ")
@@ -232,7 +232,7 @@ def test_what_cannot_be_kept_for_next_time_is_said_and_the_answer_stands(
     assert adaptive(*arguments)[0] == 0
     kept = next(own_home.glob("*/controller.json"))
     kept.unlink()
-    (kept / "in the way").mkdir(parents=True)  # as a full disk: the file cannot be written
+    (kept / "in the way").mkdir(parents=True)  # the file cannot be written, as on a full disk
     code, out, err = adaptive(*arguments)
     assert code == 0
     assert out.strip()

@@ -1,4 +1,4 @@
-"""GGUF files at the command line: written, loaded as a pair, exported; and what is said where they do not fit."""
+"""GGUF files at the command line: writing, loading as a pair, exporting, and the errors where they do not fit."""
 
 from __future__ import annotations
 
@@ -294,4 +294,4 @@ def test_export_does_not_write_over_a_file_unasked(files: Path) -> None:
 def test_base_of_a_pair_is_its_draft_file_where_no_checkpoint_is_named(files: Path) -> None:
     identity = pair_identity(of(files).model_copy(update={"draft_checkpoint": None}))
     assert identity.base.id == str(files / "draft-bf16.gguf")
-    assert identity.id == pair_identity(of(files)).id  # the log goes on when the checkpoint is named later
+    assert identity.id == pair_identity(of(files)).id  # the log stays the same when a checkpoint is named later

@@ -1,4 +1,4 @@
-"""What is said of a GGUF file where the extra that runs it is not installed."""
+"""GGUF files without the extra that runs them: messages, and export, which does not need it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from safetensors import safe_open
 
 from adaptive.installation import install_command
 
-# None among the modules is how Python itself marks a module that cannot be imported.
+# With None in sys.modules, importing a module fails.
 WITHOUT = "import sys; sys.modules['llama_cpp'] = None; import cli.main; cli.main.run()"
 
 
 def without(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """``adaptive`` as it is without the extra."""
+    """Run ``adaptive`` as if the extra were not installed."""
     root = str(Path(__file__).resolve().parent.parent)
     return subprocess.run(
         [sys.executable, "-c", WITHOUT, *arguments],
@@ -47,7 +47,7 @@ def test_a_checkpoint_is_written_as_gguf_without_the_binding(tmp_path: Path) -> 
         reader = gguf.GGUFReader(file)
         field = reader.get_field("tokenizer.ggml.pre")
         assert field is not None
-        assert field.contents() == "smollm"  # digits one by one, and then the words of GPT-2
+        assert field.contents() == "smollm"  # splits digits, then GPT-2's words
         weights = safe_open(BUNDLED / role / "model.safetensors", "np").keys()
         assert len(reader.tensors) == len(list(weights))
 

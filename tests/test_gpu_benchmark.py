@@ -1,4 +1,4 @@
-"""The command that measures a GPU runs from beginning to end on a machine without one, on tiny models."""
+"""The GPU benchmark runs from beginning to end on tiny models, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The command's exit status."""
+    """Run the command. Returns its exit status."""
     monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
     return gpu.main()
 
@@ -58,7 +58,7 @@ def test_every_part_runs_tiny_on_the_cpu_and_is_not_run_again(
         "| verification |",
     ):
         assert line in page
-    (out / "swap.json").write_text('{"part": "swap"')  # cut off
+    (out / "swap.json").write_text('{"part": "swap"')  # a truncated result
     assert call(monkeypatch, "--device", "cpu", "--out", str(out)) == 0
     said = capsys.readouterr().out
     assert said.count("there already") == len(plan.PARTS) - 1
@@ -68,7 +68,7 @@ def test_every_part_runs_tiny_on_the_cpu_and_is_not_run_again(
 
 
 def check_exactness(found: dict[str, Any]) -> None:
-    """What the checks of exactness say."""
+    """Check the results of the exactness parts."""
     greedy, half = found["greedy-float32"], found["greedy-bfloat16"]
     assert (greedy["answers"], greedy["ways"], greedy["parted at a tie"]) == (1, 3, 0)
     assert half["answers"] == 1
@@ -84,7 +84,7 @@ def check_exactness(found: dict[str, Any]) -> None:
 
 
 def check_figures(found: dict[str, Any]) -> None:
-    """What is timed is there, and fits together."""
+    """Check that the timings are present and consistent."""
     assert found["bandwidth"]["bytes a second"] > 1e8
     plain = found["plain"]["eager"]
     share = plain["tokens a second"] * plain["bytes a token"] / found["bandwidth"]["bytes a second"]
@@ -101,7 +101,7 @@ def check_figures(found: dict[str, Any]) -> None:
     assert rows["ours, fixed 2"]["share of that"] > 0
     assert 1 <= rows["ours, fixed 2"]["tokens a round"] <= 3
     assert rows["transformers, plain"]["same answers as plain"] == 1
-    # The hybrid's draft computes the target's function, so that every token stands.
+    # The hybrid's draft computes the same function as its target, so every token is accepted.
     hybrid = {row["contender"]: row for row in found["hybrid"]["speculation"]["greedy"]}
     assert hybrid["ours, fixed 2"]["tokens a round"] > 2
     training = found["training"]
@@ -155,7 +155,7 @@ def test_planned_bytes_are_those_of_the_models() -> None:
         models = [model_of(engine).model for engine in (pair.target, pair.draft)]
         there = sum(parameter.nbytes for model in models for parameter in model.parameters())
         assert planned_bytes(TINY, kind) == (there, there)
-        if kind == "mixture":  # two experts of four
+        if kind == "mixture":  # a token uses two experts of four
             assert read_bytes(models[0]) < 0.9 * sum(parameter.nbytes for parameter in models[0].parameters())
     large, most = planned_bytes(FULL, "nf4")
     assert most == planned_bytes(FULL, "large")[0] > 16e9
@@ -196,7 +196,7 @@ def test_passes_that_are_recorded_wrongly_are_found(bench: Bench, monkeypatch: p
     from adaptive.engines.hf.cache import Recording
 
     places = Recording.places
-    monkeypatch.setattr(Recording, "places", lambda self: places(self) + 1)  # reads and writes one place further
+    monkeypatch.setattr(Recording, "places", lambda self: places(self) + 1)  # off by one
     with pytest.raises(Wrong, match="passes of the target stay eager"):
         graphs(bench, "bundled float32")
 

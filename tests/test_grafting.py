@@ -1,5 +1,5 @@
-"""The model and history in one round: exact whoever proposes what, chosen by expected tokens per second, and credited
-to who proposed it."""
+"""Grafting, rounds drafted by the model and history together: exact, chosen by expected tokens per second, and each
+token credited to its drafter."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ COSTS = CostTable(
 
 
 class Always(LengthPolicy):
-    """Grafts wherever there is anything to graft: the model behind history (``front``), or history behind the model."""
+    """Grafts whenever possible: the model after history (``front``), or history after the model."""
 
     name = "always"
 
@@ -87,7 +87,7 @@ class Always(LengthPolicy):
 def test_greedy_output_is_the_targets_own(
     draft: str, policy: str, some: int, prompts: list[str], tmp_path: Path
 ) -> None:
-    """Whoever grafts on whom, and of the model's rounds of both kinds both drafters have tokens that stand."""
+    """In either order of grafting. With the model as draft, each forced order accepts tokens of both drafters."""
     target = BUNDLED / "target"
     folder = BUNDLED / "draft" if draft == "model" else save_head(target, tmp_path / "head")
     pair = load_pair(load_settings({"target": str(target), "draft": str(folder), "dtype": "float32"}))
@@ -116,14 +116,14 @@ def test_greedy_output_is_the_targets_own(
     ways = {"front": {f"history+{draft}"}, "behind": {f"{draft}+history"}}
     assert seen == ways[policy] if policy in ways else seen & {f"history+{draft}", f"{draft}+history"}
     if draft == "model":  # the head was not trained
-        # How often a way is chosen depends on what rounds take here.
+        # How often each order is chosen depends on the speed of rounds on this machine.
         assert all(grafts.values()) if policy in ways else any(grafts.values())
 
 
 def counted(
     pair: tuple[TransformersEngine, TransformersEngine], params: SamplingParams, front: bool
 ) -> tuple[Counter[tuple[int, ...]], int]:
-    """Three tokens of every answer where each round grafts one token on one, and how many rounds did."""
+    """Counts of the first three tokens of answers whose rounds graft one token on one, and the count of such rounds."""
     target, draft = pair
     one, other = target.sequence(), draft.sequence()
     generator = torch.Generator().manual_seed(12)
@@ -162,7 +162,7 @@ def test_sampled_text_has_the_targets_distribution(
 
 
 def of_one_drafter(front: Proposal, back: Proposal) -> Proposal:
-    """A wrong rule: all tokens as if drawn by the model."""
+    """A wrong rule: treats all tokens as if drawn by the model."""
     right = grafted(front, back)
     drawn = front.probs if front.probs is not None else back.probs
     assert drawn is not None
@@ -290,7 +290,7 @@ def test_history_is_credited_with_what_it_proposed_and_learns_from_what_was_said
     history.settle()
     running, together = matches.of(RUNNING, 0.0), matches.of(AGREED, 0.0)
     assert (sum(together.accepted), sum(together.rejected)) == (2.0, 0.0)
-    # Three of the chain from the beginning and the one that was not said; and of the tail one and one.
+    # Three accepted and one rejected by the chain from the beginning, one of each by the tail.
     assert sum(running.rejected) == pytest.approx(2.0, abs=0.1)
     assert sum(running.accepted) == pytest.approx(4.0, abs=0.2)
 
@@ -305,7 +305,7 @@ class Always123:
 
 
 def test_a_lookup_behind_a_draft_that_no_result_could_make_pay_is_put_off() -> None:
-    """It used to stay due, and every round prepared for it."""
+    """Otherwise it stays due, and every round prepares for it."""
     steep = tuple(0.01 + 0.0002 * k + 0.05 * max(0, k - 3) for k in range(LONGEST + 1))
     policy = ready(GoodputWithHistory(COSTS))
     policy.remeasured(dataclasses.replace(COSTS, verify_s=steep), busy=False)
@@ -332,14 +332,14 @@ def test_a_round_is_divided_among_who_drafted_it() -> None:
     assert behind.cut(2) == Round("model", 2, 2, 0.1, 0.2)
     short = Round("history+model", 7, 2, 0.1, 0.2, 3)
     assert short.parts == (Part("history", 3, 2, True), Part("model", 4, 0, False))
-    assert short.learned is None  # nothing of the model's was judged
+    assert short.learned is None  # no token of the model was judged
     assert Round("history+head", 7, 4, 0.1, 0.2, 3).learned == Round("head", 4, 1, 0.1, 0.2)
     assert Round("history", 4, 1, 0.0, 0.0).learned is None
     assert Round("none", 0, 0, 0.0, 0.1).learned == Round("none", 0, 0, 0.0, 0.1)
 
 
 def test_what_history_adds_says_nothing_of_the_draft() -> None:
-    """The same draft, with history behind it that is always right, leaves what is believed of the draft as it was."""
+    """History behind the draft, always right, leaves the estimates of the draft unchanged."""
     alone, together = (ready(GoodputWithHistory(COSTS)) for _ in range(2))
     for policy in (alone, together):
         policy.begin(Scope("t", 0.0))

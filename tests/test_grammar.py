@@ -1,4 +1,4 @@
-"""Answers that keep to a grammar: what may stand where, and that speculation changes nothing about it."""
+"""Answers under a grammar: the tokens allowed at each place, and that speculation does not change the output."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def test_rows_see_the_drafted_tokens_before_them_and_what_did_not_stand_is_taken
     one, said = grammars.constraint(PERSON), []
     while not said or said[-1] != ends:
         drafted: list[int] = []
-        for _ in range(rng.randrange(5)):  # a draft takes one step after the other
+        for _ in range(rng.randrange(5)):  # a draft asks for one mask at a time
             (may,) = allowed(one, drafted, 1, vocab)
             drafted.append(rng.choice(sorted(may)))
             if drafted[-1] == ends:
                 break
         if drafted and rng.random() < 0.2:
-            drafted[-1] = 5 if drafted[-1] != 5 else 6  # which may not stand there, most likely
+            drafted[-1] = 5 if drafted[-1] != 5 else 6  # most likely a forbidden token
         found = allowed(one, drafted, len(drafted) + 1, vocab)
         reached = True
         for row, may in enumerate(found):
@@ -134,7 +134,7 @@ def test_speculation_changes_no_token_of_a_constrained_answer(
 ) -> None:
     assistant, auto = opened.assistant, opened.assistant.policy
     policies: list[LengthPolicy] = [FixedLength(0), FixedLength(1), FixedLength(4), FixedLength(9), auto]
-    seed = None if temperature == 0 else 11  # with which sampled text is the same, too
+    seed = None if temperature == 0 else 11  # the seed makes sampled text repeatable
     sampling = SamplingParams(temperature=temperature, seed=seed)
     for prompt in prompts[:3]:
         texts = set()
@@ -179,7 +179,7 @@ def test_the_log_keeps_the_distribution_without_the_mask_and_says_that_there_was
     assert (free.sampling.constrained, bound.sampling.constrained) == (False, True)
     assert free.supervision is not None
     assert bound.supervision is not None
-    # The same prompt has the same distribution; no digit is among the likeliest there.
+    # Supervision is unmasked: the same prompt has the same likeliest tokens, none of which is a digit.
     assert bound.supervision.ids[0].tolist() == free.supervision.ids[0].tolist()
     assert bound.text.isdigit()
     first, second = examples(read_log(opened.state.records, 10), 100)
@@ -188,7 +188,7 @@ def test_the_log_keeps_the_distribution_without_the_mask_and_says_that_there_was
 
 
 class Toy:
-    """A tokenizer of eight letters, the last of which ends a text."""
+    """A tokenizer of eight letters; the last one ends a text."""
 
     eos_token_id, bos_token_id = VOCAB - 1, None
     special_token_ids = (VOCAB - 1,)

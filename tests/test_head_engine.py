@@ -1,5 +1,5 @@
-"""A head on our kernels computes what its module computes, reads the target's features where there are some, and
-forgets its own at a rollback."""
+"""A head on our kernels computes what its module computes, reads the target's features where they exist, and drops its
+own features at a rollback."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def engines(
 
 
 def bound(target: TransformersEngine, head: HeadEngine) -> tuple[TransformersSequence, HeadSequence]:
-    """Sequences of one text."""
+    """A target's and a head's sequence of the same text."""
     held, draft = sequences(target, head)
     assert isinstance(held, TransformersSequence)
     assert isinstance(draft, HeadSequence)
@@ -57,8 +57,8 @@ def bound(target: TransformersEngine, head: HeadEngine) -> tuple[TransformersSeq
 
 
 def module_logits(head: Head, features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The module's logits (n, vocab) of a text (n,), of which the first of the features (known, width) are the
-    target's; behind them it reads its own."""
+    """The module's logits (n, vocab) of a text (n,), given the target's features (known, width) of its beginning. After
+    these the head reads its own."""
     known, width = features.shape
     cache = DynamicCache(config=head.config)
     shifted = torch.cat([torch.zeros(1, width), features])[: len(tokens)].to(head.fuse.weight.dtype)
@@ -87,7 +87,7 @@ def test_logits_equal_those_of_the_module_chained_over_its_own_features(name: st
     right = module_logits(head.head, held.features(0, known), tokens)
     scale = right.abs().max()
     done = 0
-    for count in (9, 1, FEW + 4, known + 1 - FEW - 14, 1, 1, 5):  # the last ones read what the head itself says
+    for count in (9, 1, FEW + 4, known + 1 - FEW - 14, 1, 1, 5):  # the last passes read the head's own features
         given = tokens[done : done + count]
         got = draft.extend(given.tolist() if count % 2 else given, count)
         assert got.shape == (count, VOCAB)
@@ -115,7 +115,7 @@ def test_a_rollback_forgets_what_was_computed_from_its_own_features(ours: bool) 
     assert draft.length == 45
     held.extend(tokens[40:44], 1)
     draft.rollback(44)
-    assert draft.length == 41  # the token behind the target's own 40 has the target's feature
+    assert draft.length == 41  # the token after the target's first 40 also reads a feature of the target
     right = module_logits(head.head, held.features(0, 44), tokens[:45])
     got = draft.extend(tokens[41:45], 2)
     torch.testing.assert_close(got, right[43:45], rtol=0, atol=1e-3)
@@ -149,7 +149,7 @@ def test_a_copy_reads_the_sequence_that_it_is_bound_to(ours: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_our_kernels_it_reads_a_target_that_transformers_runs(dtype: torch.dtype) -> None:
-    """As of a quantised target; features are then in the target's dtype."""
+    """As with a quantised target. Features are then in the target's dtype."""
     model = made("qwen3", dtype)
     target = TransformersEngine(model)
     module = randomised(Head.from_target(model))
@@ -191,7 +191,7 @@ def test_alone_it_reads_its_own_features() -> None:
 def drafter(
     target: TransformersEngine, head: HeadEngine, params: SamplingParams, fused: bool
 ) -> tuple[TransformersSequence, ModelDrafter]:
-    """With the same random numbers each time."""
+    """The target's sequence and a drafter, with the same random numbers each time."""
     held, draft = bound(target, head)
     processor = LogitsProcessor(params, VOCAB, torch.device("cpu"))
     made = ModelDrafter(draft, head, VOCAB, params, processor, torch.Generator().manual_seed(7))
@@ -229,7 +229,7 @@ def test_a_proposal_in_one_call_is_the_one_made_token_by_token(params: SamplingP
             if one.probs is not None:
                 for mine, theirs in zip(one.probs, other.probs, strict=True):  # type: ignore[arg-type]
                     torch.testing.assert_close(torch.as_tensor(mine), torch.as_tensor(theirs), rtol=0, atol=1e-5)
-        # Some of them stand, as after a verification.
+        # Accept some of the tokens, as a verification does.
         tokens = [] if one is None else one.tokens
         accepted = int(torch.randint(0, len(tokens) + 1, (1,), generator=chance))
         said = int(torch.randint(0, VOCAB, (1,), generator=chance))
@@ -283,7 +283,7 @@ def test_what_is_shared_with_the_target_is_not_packed_twice() -> None:
 
 
 def test_half_as_wide_numbers_and_whole_ones_are_close(tmp_path: Path) -> None:
-    """In bfloat16, and as int8, it proposes nearly what it proposes in float32."""
+    """In bfloat16 and int8 the head proposes nearly the same as in float32."""
     model: PreTrainedModel = made("qwen3", torch.bfloat16)
     target = TransformersEngine(model)
     module = randomised(Head.from_target(model))
@@ -301,13 +301,13 @@ def test_half_as_wide_numbers_and_whole_ones_are_close(tmp_path: Path) -> None:
 
 
 def written(head: Head, folder: Path) -> Path:
-    """A folder with the head in it."""
+    """Write the head into the folder and return the folder."""
     head.write(folder)
     return folder
 
 
 def parts(model: PreTrainedModel) -> Any:
-    """What a head takes from this target."""
+    """The parts of this target that a head uses."""
     from adaptive.engines.head.parts import parts_of_model
 
     return parts_of_model(model)

@@ -1,4 +1,4 @@
-"""``--draft`` takes a head's folder, and says in one line why another cannot be used."""
+"""``--draft`` accepts a head's folder, and rejects an unusable one with a one-line reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings_of(target: Path | str, draft: Path, **options: str) -> Settings:
-    """Of a target and a head."""
+    """Settings for a target and a head."""
     return load_settings({"target": str(target), "draft": str(draft), "dtype": "float32", **options})
 
 
@@ -47,7 +47,7 @@ def test_answers_drafted_by_a_head_are_recorded_so(
     folder = tmp_path / "s" / pair_identity(settings_of(TARGET, head)).id
     with Log(folder / "records.db") as log:
         (logged,) = log.generations()
-    # The last round drafts nothing where one token is left.
+    # The last round drafts nothing if only one token is left.
     assert {outcome.drafter for outcome in logged.generation.rounds} <= {"head", "none"}
     assert logged.generation.output.tolist() == said["tokens"]
 

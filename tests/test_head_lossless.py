@@ -1,5 +1,5 @@
-"""Whatever a head proposes, the text is the target's own: greedy token for token, sampled by its law, seeded by its
-noise."""
+"""Whatever a head proposes, the text is the target's own: equal tokens when greedy or seeded, the same distribution
+when sampled."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from adaptive.settings import load_settings
 from adaptive.types import Message, SamplingParams, StopParams
 
 GREEDY = SamplingParams(temperature=0.0)
-# Of an answer by our forward, and by transformers' own, which takes five times as long.
+# Tokens of an answer, by our forward and by transformers', which takes five times as long.
 TOKENS, THEIR_TOKENS = 200, 80
-# Of the weights' own size: what it has from its target is then half forgotten.
+# Noise relative to the weights. At this value the head loses about half of what it has from its target.
 NOISE = 0.7
 
 
 def settings_of(target: Path, draft: Path, **options: str) -> Any:
-    """Of a target and a head."""
+    """Settings for a target and a head."""
     return load_settings({"target": str(target), "draft": str(draft), "dtype": "float32", **options})
 
 
@@ -48,13 +48,13 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def said(
     assistant: Assistant, prompts: list[str], sampling: SamplingParams = GREEDY, most: int = TOKENS
 ) -> list[list[int]]:
-    """The tokens of the answers to each prompt alone."""
+    """The tokens of the answer to each prompt, one conversation each."""
     stop = StopParams(max_new_tokens=most)
     return [[step.token for step in assistant.chat([Message("user", prompt)], sampling, stop)] for prompt in prompts]
 
 
 def alone(pair: Pair, prompts: list[str], most: int = TOKENS) -> list[list[int]]:
-    """What the target says without any draft, on the same forward."""
+    """The answers of the target without a draft, on the same forward."""
     plain = Assistant(Pair(pair.identity, pair.target, None, pair.tokenizer, ()), FixedLength(0), None)
     return said(plain, prompts, most=most)
 
@@ -78,7 +78,7 @@ def test_greedy_output_equals_the_target_alone(
     prompts = prompts[::some] if ours else prompts[:: some + 5]
     wanted = alone(pair, prompts, longest)
     for length in ("1", "4", "9", "auto"):
-        # At one token a round and at nine steps for hardly any accepted, the same rounds take the longest.
+        # Short and long drafts are slowest: one token a round, or nine steps of which hardly any is accepted.
         most = longest if whole or length in ("4", "auto") else longest // 3
         assistant = Assistant(pair, length_policy(load_settings({"draft_length": length})), None)
         accepted = drafted = 0
@@ -88,7 +88,7 @@ def test_greedy_output_equals_the_target_alone(
             assert {outcome.drafter for outcome in assistant.last.rounds} <= {"head", "none"}
             accepted, drafted = accepted + assistant.last.accepted, drafted + assistant.last.drafted
         if length != "auto":
-            # Weights that are random leave the head next to nothing of what it has from its target.
+            # With random weights the head keeps almost nothing of what it has from its target.
             if name == "bundled" and noise is None:
                 assert accepted > 0
             assert accepted < drafted
@@ -98,7 +98,7 @@ def test_greedy_output_equals_the_target_alone(
 def test_a_conversation_goes_on_from_what_both_hold(
     targets: dict[str, Path], prompts: list[str], tmp_path: Path
 ) -> None:
-    """Also where another conversation's caches are copied, and after the head has become another."""
+    """Also when the caches of another conversation are copied, and after the head is swapped."""
     target = targets["bundled"]
     pair = load_pair(settings_of(target, save_head(target, tmp_path / "head")))
     other = save_head(target, tmp_path / "other", NOISE)
@@ -125,7 +125,7 @@ def test_a_conversation_goes_on_from_what_both_hold(
 
 
 def as_if_new(pair: Pair, conversation: Conversation) -> None:
-    """What the head holds of a conversation is what it would hold had it come by it at once."""
+    """Check that the head's state of a conversation equals the state after reading the text in one pass."""
     held = conversation.draft
     assert held is not None
     assert isinstance(held.sequence, HeadSequence)
@@ -174,7 +174,7 @@ def test_a_head_that_is_promoted_within_an_answer_drafts_the_rest_of_it(
 
 @pytest.fixture(scope="module")
 def models() -> tuple[TransformersEngine, HeadEngine]:
-    """A tiny target over eight tokens, and a head that disagrees with it, but not everywhere."""
+    """A tiny target over eight tokens, and a head that agrees with it only in part."""
     torch.manual_seed(3)
     model = LlamaForCausalLM(
         LlamaConfig(

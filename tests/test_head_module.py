@@ -1,4 +1,4 @@
-"""A head is made from a target of any family, starts from its last layer, and keeps what it learned."""
+"""A head is made from a target of any family, starts as the target's last layer, and is saved and loaded."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def made(name: str) -> PreTrainedModel:
 
 
 def last_states(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the target's last layer reads and gives, (1, n, width) each, for a text (n,)."""
+    """Input and output of the target's last layer, (1, n, width) each, for a text (n,)."""
     seen: dict[str, torch.Tensor] = {}
     decoder = decoder_of(model)
     handles = [
@@ -77,7 +77,7 @@ def last_states(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[torch.Ten
 
 
 def randomised(head: Head) -> Head:
-    """With other weights of its own than it starts with."""
+    """Change the head's own weights at random."""
     torch.manual_seed(8)
     with torch.no_grad():
         for tensor in head.own().values():
@@ -125,7 +125,7 @@ def test_what_is_written_is_read_again_and_is_its_own_tensors_alone(name: str, t
     assert set(tensors) == set(head.own())
     assert not any("embed" in key or "lm_head" in key for key in tensors)
     assert sum(t.numel() for t in tensors.values()) == sum(t.numel() for t in head.own().values())
-    # The trainer knows the target's folder alone, the engine the loaded target; both have the same head.
+    # The trainer has only the target's folder, the engine the loaded target; both read the same head.
     for parts in (parts_of_folder(tmp_path / "target"), parts_of_model(model)):
         again = Head.read(tmp_path / "head", parts)
         text, features = torch.arange(9)[None], torch.randn(1, 9, head.width)

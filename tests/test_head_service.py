@@ -1,4 +1,4 @@
-"""A server on a target alone grows a head from what it is asked, drafts with it, and says the same as ever."""
+"""A server with a target and no draft trains a head from its answers, drafts with it, and gives the same answers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_server_on_a_target_alone_grows_a_head_and_decodes_with_it(tmp_path: P
             assert http.get("/health").json()["drafter"] == {"name": "head", "growing": True, "adapter": None}
             before = [greedy(http, prompt) for prompt in others]
             for prompt in asked:
-                assert ask(http, prompt)["drafters"] == {}  # nothing is drafted before there is something to draft with
+                assert ask(http, prompt)["drafters"] == {}  # no head yet, so nothing is drafted
             assert "has not been trained yet" in http.get("/props").json()["speculation"]["sentence"]
             until(lambda: http.get("/adaptive/trainer").json()["runs"] == 1, server)
             store = AdapterStore(next(server.home.glob("*/adapters")))

@@ -1,4 +1,5 @@
-"""A head grows from the log and the spool: it is judged against plain decoding, then goes on from what is in use."""
+"""Training a head from the log and the spool: the first is judged against plain decoding, later ones continue from the
+head in use."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ SHORT = Recipe(epochs=6, evaluations=4, learning_rate=1e-2, batch=16)
 
 
 def hidden_states(said: Generation) -> np.ndarray:
-    """What the target makes of all tokens but the last, as an engine gives it."""
+    """The target's hidden states of all tokens but the last, as an engine returns them."""
     model, seen = target(), []
     handle = decoder_of(model).norm.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
     with torch.no_grad():
@@ -44,7 +45,7 @@ def hidden_states(said: Generation) -> np.ndarray:
 
 
 def keep(folder: Path, said: list[Generation], first: int = 0) -> FeatureSpool:
-    """A log of ``said``, with features of those from the ``first`` on."""
+    """Write a log of ``said``, with features from generation ``first`` on. Returns the spool."""
     spool = FeatureSpool(folder / "features", 10**9)
     with LogWriter(folder / "records.db", spool=spool) as writer:
         for number, one in enumerate(said):
@@ -54,7 +55,7 @@ def keep(folder: Path, said: list[Generation], first: int = 0) -> FeatureSpool:
 
 
 def new_head(folder: Path) -> Head:
-    """As a training run makes one: from the target's folder."""
+    """A new head made from the target's folder, as in a training run."""
     target().save_pretrained(folder / "target")
     return Head(parts_of_folder(folder / "target"), torch.float32)
 
@@ -81,7 +82,7 @@ def test_a_head_grows_from_nothing_is_promoted_and_goes_on(tmp_path: Path, spoke
         first.manifest.recent.mean_acceptance_length_after.mean, rel=1e-5
     )
     assert acceptance_rate(replays) > 0.2
-    # The next run starts where this one ended: in one step it is no worse than in all of the first.
+    # The next run starts from the head in use, so a few tiny steps keep the first run's acceptance.
     second = distill(log, store, BASE, head, Recipe(epochs=0.05, evaluations=1, learning_rate=1e-5), spool=spool)
     assert second.manifest is not None
     assert second.manifest.parent == first.manifest.id
@@ -94,7 +95,7 @@ def test_a_head_that_was_given_is_what_is_judged_against_and_gone_on_from(
 ) -> None:
     spool, given = keep(tmp_path, spoken), new_head(tmp_path)
     (tmp_path / "given").mkdir()
-    given.write(tmp_path / "given")  # untrained, and yet not nothing
+    given.write(tmp_path / "given")  # untrained, but accepted now and then
     again = Head.read(tmp_path / "given", parts_of_folder(tmp_path / "target"), torch.float32)
     short = Recipe(epochs=0.05, evaluations=1, learning_rate=1e-5)
     store = AdapterStore(tmp_path / "adapters")
@@ -110,7 +111,7 @@ def test_a_head_that_was_given_is_what_is_judged_against_and_gone_on_from(
 def test_before_its_first_step_a_head_says_what_follows_from_token_and_state(
     tmp_path: Path, spoken: list[Generation], longest: int
 ) -> None:
-    """Also of answers whose end is cut off, of which there are more states than tokens."""
+    """Also from answers whose end is cut off, so that there are more states than tokens."""
     spool, head = keep(tmp_path, spoken), new_head(tmp_path)
     known = [e for e in examples(read_log(tmp_path / "records.db", 1000), longest, spool) if e.replayable]
     assert any(len(one.output) < len(whole.output) for one, whole in zip(known, spoken, strict=False)) == (longest < 64)
@@ -179,7 +180,7 @@ def test_features_that_go_meanwhile_stop_nobody(tmp_path: Path, spoken: list[Gen
 
 
 def test_replay_is_the_acceptance_of_the_heads_own_drafts(tmp_path: Path, spoken: list[Generation]) -> None:
-    """By step and position, against a head that reads a row at a time over a cache."""
+    """By step and position, compared with a head that reads one row at a time with a cache."""
     spool, head = keep(tmp_path, spoken[:2]), new_head(tmp_path)
     said = examples(read_log(tmp_path / "records.db", 10), 64, spool)
     for example, found in zip(said, replay_head(head, said, 3), strict=True):
@@ -210,7 +211,7 @@ def test_every_step_of_a_draft_learns(tmp_path: Path, spoken: list[Generation]) 
     assert losses.shape == (sum(len(e.output) for e in said),)
     losses.sum().backward()
     learning = {name for name, p in head.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
-    assert len(learning) == len(head.own()) - 1  # the token's norm learns once something goes through it
+    assert len(learning) == len(head.own()) - 1  # not the token's norm while ``fuse`` ignores the token
     assert not any("embed_tokens" in name or "lm_head" in name for name in learning)
 
 
@@ -226,7 +227,7 @@ def test_passes_have_room_for_the_steps_that_are_learned(
 
 
 def test_a_long_prompt_is_cut_from_the_left_with_its_features(tmp_path: Path, spoken: list[Generation]) -> None:
-    """A text longer than what is learned from is learned as if it began later, but for its first feature."""
+    """A text longer than the limit is treated as if it began later, except that its first row still reads a feature."""
     spool, head = keep(tmp_path, spoken[:1]), new_head(tmp_path)
     (whole,) = examples(read_log(tmp_path / "records.db", 10), 64, spool)
     head.config.max_position_embeddings = 43  # of 45 rows

@@ -1,5 +1,5 @@
-"""What decoding does on a CUDA device and nowhere else: recorded graphs, a queue that is waited for once a round,
-memory of its own. Exactness is held by the parts of ``benchmarks/gpu.py`` that check it, on tiny models."""
+"""Behaviour specific to CUDA devices: recorded graphs, one synchronisation a round, device memory. Exactness is tested
+by running the exactness parts of ``benchmarks/gpu.py`` on tiny models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpu_parts.models import Workshop
 from gpu_parts.scale import TINY
 from gpu_parts.work import Bench, Budget
 from test_cpu_forward import CONFIGS, made, text
-from test_cuda_graphs import (  # noqa: F401 - which run here on the device
+from test_cuda_graphs import (  # noqa: F401 - run here on the device
     test_a_proposal_over_recorded_steps_is_the_one_over_eager_steps,
     test_every_conversation_is_replayed_by_the_same_recordings,
     test_other_texts_and_adapters_reuse_the_recordings,
@@ -41,7 +41,7 @@ from adaptive.types import SamplingParams, StopParams
 from trainers.fit import _precision
 from trainers.worker import memory_is_short
 
-# One process has the device to itself.
+# All tests in one process, which has the device to itself.
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device that torch can use"),
     pytest.mark.xdist_group("gpu"),
@@ -68,11 +68,11 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 @pytest.mark.parametrize("name", EXACT)
 def test_decoding_is_exact(name: str, bench: Bench) -> None:
     part = next(part for part in plan.PARTS if part.name == name)
-    assert part.run(bench)  # which raises where it is not
+    assert part.run(bench)  # raises if decoding is not exact
 
 
 def recorded(name: str, dtype: torch.dtype = torch.float32) -> tuple[TransformersEngine, TransformersEngine]:
-    """The same model with recorded passes and without."""
+    """Engines of the same model with recorded passes and without."""
     model = made(name, dtype).to(DEVICE)
     engines = TransformersEngine(model), TransformersEngine(model)
     for engine in engines:
@@ -82,14 +82,14 @@ def recorded(name: str, dtype: torch.dtype = torch.float32) -> tuple[Transformer
 
 
 def drafting(engine: TransformersEngine, params: SamplingParams) -> ModelDrafter:
-    """With the same random numbers each time."""
+    """A drafter with the same random numbers each time."""
     processor = LogitsProcessor(params, engine.vocab_size, DEVICE)
     generator = torch.Generator(DEVICE).manual_seed(7)
     return ModelDrafter(engine.sequence(), engine, engine.vocab_size, params, processor, generator)
 
 
 def stopping() -> Stopping:
-    """By which some proposals end early."""
+    """Thresholds that end some proposals early."""
     found = Stopping(LONGEST)
     found.decide(CENTRES, CENTRES, [0.02] * LONGEST, [0.04] * (LONGEST - 1))
     return found
@@ -118,8 +118,8 @@ def test_every_size_is_captured_and_gives_the_eager_logits(name: str, dtype: tor
 @pytest.mark.parametrize("asked", [True, False], ids=["by confidence", "of one length"])
 @pytest.mark.parametrize("params", PARAMS, ids=IDS)
 def test_the_device_is_waited_for_once_a_round(params: SamplingParams, asked: bool) -> None:
-    """By torch's own count of calls that wait: the verdict's transfer. (What a step found comes by an event, while the
-    next step is under way.)"""
+    """By torch's own report of synchronising calls: only the transfer of the verdict. (The result of a draft step
+    arrives by an event while the next step runs.)"""
     target, draft = recorded("qwen3")[0], recorded("qwen3")[0]
     processor = LogitsProcessor(params, target.vocab_size, DEVICE)
     verifier = Verifier(params, processor, torch.Generator(DEVICE).manual_seed(1))
@@ -131,7 +131,7 @@ def test_the_device_is_waited_for_once_a_round(params: SamplingParams, asked: bo
         return speculative_round(held, drafter, verifier, committed, 4, advise)[0].drafted
 
     with torch.inference_mode():
-        for _ in range(3):  # random numbers come 256 at a time, libraries are loaded
+        for _ in range(3):  # random numbers are drawn 256 at a time, and libraries are loaded
             a_round()
         for _ in range(5):
             with warnings.catch_warnings(record=True) as said:
@@ -182,10 +182,10 @@ def test_a_draft_beside_on_the_processor_proposes_for_a_target_on_the_device(ada
 def test_memory_is_counted_on_the_device(adaptive: Command) -> None:
     free, total = torch.cuda.mem_get_info(DEVICE)
     held = torch.empty(64 << 20, dtype=torch.uint8, device=DEVICE)
-    del held  # torch keeps it, and the program can have it
+    del held  # torch caches the memory, which stays available to this process
     assert abs(device_bytes("cuda:0") - free) < 512 << 20
     assert not memory_is_short() or free < total // 10
-    with _precision(DEVICE):  # of training
+    with _precision(DEVICE):  # the autocast of training
         assert torch.is_autocast_enabled("cuda") == torch.cuda.is_bf16_supported()
     code, out, _ = adaptive("doctor", "--device", "cuda:0", "--json", "--target", str(BUNDLED / "target"))
     assert code == 0
