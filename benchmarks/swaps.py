@@ -105,9 +105,7 @@ def _swap(server: Served, names: cycle[str], swaps: int) -> list[tuple[float, fl
             began = time.perf_counter()
             for _ in range(STRETCH):
                 if with_swaps:
-                    server.post(
-                        f"/adaptive/adapters/{next(names)}/promote", headers={"Content-Type": "application/json"}
-                    )
+                    server.post(f"/adaptive/adapters/{next(names)}/promote", {})
                 else:
                     server.get("/adaptive/trainer")  # as much work for the server's HTTP side
                 time.sleep(EVERY_S)

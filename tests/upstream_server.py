@@ -99,10 +99,14 @@ def _read(connection: socket.socket) -> Heard | None:
     lines = {line.lower().partition(b":")[0]: line.partition(b":")[2] for line in head.split(b"\r\n")}
     if b"chunked" in lines.get(b"transfer-encoding", b""):
         while not body.endswith(b"\r\n0\r\n\r\n"):
-            body += connection.recv(65536)
+            if not (data := connection.recv(65536)):
+                return None
+            body += data
         body = _joined(body)
     while len(body) < int(lines.get(b"content-length", b"0")):
-        body += connection.recv(65536)
+        if not (data := connection.recv(65536)):
+            return None
+        body += data
     return Heard(head.decode("latin-1"), body)
 
 
