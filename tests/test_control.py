@@ -30,6 +30,13 @@ TABLE = CostTable(
 )
 
 
+def slower(table: CostTable, times: float) -> CostTable:
+    """Costs of which every second takes ``times`` as long."""
+    names = ("start_s", "draft_s", "catch_up_s", "overhead_s", "token_s")
+    longer = {name: times * getattr(table, name) for name in names}
+    return replace(table, **longer, verify_s=tuple(times * s for s in table.verify_s))
+
+
 def judged(drafted: int, accepted: int) -> Round:
     """A round with this outcome and arbitrary times."""
     return Round("model", drafted, accepted, 0.0, 0.0)

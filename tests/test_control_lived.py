@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from controller import Recorded
 from records_factory import generation
-from test_control import TABLE, Clock, World
+from test_control import TABLE, Clock, World, slower
 
 from adaptive.control.acceptance import by_position
 from adaptive.control.blocks import Blocks
@@ -292,8 +292,7 @@ def test_costs_in_which_every_second_is_three_leave_the_speed_of_drafting_as_it_
     policy.settle()
     policy.next_length(1000, context=100)
     before = policy.expected_speed_up
-    slow = {name: getattr(TABLE, name) * 3 for name in ("start_s", "draft_s", "catch_up_s", "overhead_s", "token_s")}
-    policy.remeasured(dataclasses.replace(TABLE, **slow, verify_s=tuple(3 * s for s in TABLE.verify_s)), busy)
+    policy.remeasured(slower(TABLE, 3.0), busy)
     for is_busy in (busy, False):
         policy.machine(is_busy)
         policy.next_length(1000, context=100)

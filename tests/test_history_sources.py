@@ -11,6 +11,7 @@ import pytest
 from conftest import BUNDLED
 from hypothesis import given
 from hypothesis import strategies as st
+from test_control import slower
 
 from adaptive.assistant import Assistant
 from adaptive.control.costs import LONGEST, CostTable
@@ -248,8 +249,7 @@ def test_costs_in_which_every_second_is_three_change_nothing_that_history_was_se
     before = policy.present_speed_up
     assert before is not None
     assert before > 1.2
-    slow = {name: getattr(COSTS, name) * 3 for name in ("start_s", "draft_s", "catch_up_s", "overhead_s", "token_s")}
-    policy.remeasured(dataclasses.replace(COSTS, **slow, verify_s=tuple(3 * s for s in COSTS.verify_s)), busy)
+    policy.remeasured(slower(COSTS, 3.0), busy)
     for is_busy in (busy, False):
         policy.machine(is_busy)
         policy.next_length(16, context=100)

@@ -313,6 +313,8 @@ class CostModel:
         Without this, changes of the machine move their own factors to one side and the speed to the other; passes that
         are not in use then seem ever dearer, and stay out of use.
         """
+        if not common:  # one pass alone is in use
+            return
         self.speed *= math.exp(common)
         self.own = [
             own * math.exp(-common * min(1.0, share / SELDOM)) for own, share in zip(self.own, shares, strict=True)

@@ -34,6 +34,7 @@ from adaptive.control.batches import LONGEST_BATCH, Batch
 from adaptive.control.blocks import BLOCK_SHARE, Blocks
 from adaptive.control.confidence import Calibration
 from adaptive.control.costs import LONGEST, CostModel, CostTable, Timed
+from adaptive.control.exploring import Exploring
 from adaptive.control.policy import Advice, Adviser, Beside, LengthPolicy, Scope
 from adaptive.control.prices import prices
 from adaptive.control.rate import RecentRate, SeenTimes
@@ -52,10 +53,6 @@ FAR_LESS = 1.25
 DEAR = 0.5
 # Bounds of the learned cost of a second beyond a plain round's.
 LEAST_MARGINAL, MOST_MARGINAL = 0.05, 4.0
-# Drafted rounds before the first exploration of a length whose cost was not seen recently, and between two of them at
-# most; the distance doubles each time. Too low: time is lost, since that length is longer or shorter than the best by
-# all that is known. Too high: a length that is better stays out of use.
-FIRST_EXPLORED, EXPLORED_EVERY = 64, 1600
 # The draft length by which drafting and plain decoding are compared, since rounds of several lengths are timed.
 COMPARED = 3
 # Decisions for which the best length by acceptance at each position is kept: its inputs change by a percent per round.
@@ -97,8 +94,7 @@ class GoodputLength(LengthPolicy):
         self.times = SeenTimes()
         self.joint = JointCosts()
         self.answer_tokens, self.this_answer = ANSWER_TOKENS, 0
-        # Rounds since a length was explored, how many there are to be, and the length that is explored now, or 0.
-        self.unexplored, self.explored_every, self.exploring = 0, FIRST_EXPLORED, 0
+        self.exploring = Exploring()
         self.tries, self.trying = Tries(), False  # whether the current draft is a try
         self.blocks = Blocks()
         # Since the last decision: rounds; the bins of the draft's confidence in each; and for the time outside of the
@@ -192,7 +188,9 @@ class GoodputLength(LengthPolicy):
             if not self.speculating and (self.blocks.left or unsure or self.tries.judged):
                 drop_below[0] = 0.0
             self.stopping.decide(self.calibration.table, self.calibration.follow, drop_below, last_below)
-            self._explore()
+            if length := self.exploring.decide(costs, self.longest, self.speculating and not self.blocks.left):
+                self.batch.restart()
+                self.stopping.exactly(length)
         self.tries.cost(self._cost_of_trying(waiting), self._most_budget())
         self.drafting = self.speculating or self.tries.due
         drafted_s = costs.round(self.best)
@@ -200,18 +198,6 @@ class GoodputLength(LengthPolicy):
         self.expected_plain = costs.with_tokens(1 / self.plain_s)
         self.expected_speculative = costs.with_tokens(self.speculative)
         self.decided = True
-
-    def _explore(self) -> None:
-        """Now and then let the rounds up to the next decision draft a length whose cost is unknown."""
-        self.exploring = 0
-        if not self.speculating or self.blocks.left or self.unexplored < self.explored_every:
-            return
-        length = self.costs.doubtful_length(self.longest)
-        if length:
-            self.exploring, self.unexplored = length, 0
-            self.explored_every = min(2 * self.explored_every, EXPLORED_EVERY)
-            self.batch.restart()
-            self.stopping.exactly(length)
 
     def _pays(self) -> bool:
         """Whether drafting is worth its time."""
@@ -309,7 +295,8 @@ class GoodputLength(LengthPolicy):
         tokens, drafted = 1 + outcome.accepted, steps > 0
         tried = drafted and not apart and self.trying
         settled, again = self.blocks.passed(drafted)
-        timed = Timed(outcome, steps, self.waiting, again and not drafted, settled, tried, apart or self.exploring > 0)
+        apart = apart or self.exploring.length > 0
+        timed = Timed(outcome, steps, self.waiting, again and not drafted, settled, tried, apart)
         self._ended(timed)
         self.rounds, self.rounds_s = self.rounds + 1, self.rounds_s + outcome.draft_s + outcome.verify_s
         self.committed, self.this_answer = self.committed + tokens, self.this_answer + tokens
@@ -331,8 +318,8 @@ class GoodputLength(LengthPolicy):
         seen, sure = self.seen, self.sure
         if self.beside:
             self.costs.observe_between(self.beside, self.beside_s, self.beside_tokens)
-        if self.exploring:
-            self.costs.explored(self.exploring, seen)
+        if self.exploring.length:
+            self.costs.explored(self.exploring.length, seen)
         mended = bool(seen) and self.costs.observe(seen)
         if mended or self.blocks.left or not self.costs.as_expected:
             self.batch.restart()
@@ -351,7 +338,7 @@ class GoodputLength(LengthPolicy):
         # Plain rounds show nothing new about the draft: while the budget does not cover a try, the decision stays.
         plain = not self.speculating and not any(timed.steps for timed in seen)
         self.decided = self.decided and plain and not self.tries.affordable
-        self.unexplored += len(seen)
+        self.exploring.passed(len(seen))
         self.seen, self.sure = [], []
         self.beside, self.beside_s, self.beside_tokens = 0, 0.0, 0
 
@@ -411,7 +398,7 @@ class GoodputLength(LengthPolicy):
         """Use newly measured costs, of a machine that was ``busy`` with other programs or not."""
         self.settle()
         measured = CostModel(table), SeenTimes()
-        self.unexplored, self.explored_every = 0, FIRST_EXPLORED
+        self.exploring = Exploring()
         if busy is self.busy or not self.costs.measured:  # measured on a busy machine is better than a guess
             self._use(*measured)
         else:
@@ -468,7 +455,7 @@ class GoodputLength(LengthPolicy):
         self.acceptance.swapped(expected)
         self.calibration.swapped()
         self.recent.forget()
-        self.unexplored = 0
+        self.exploring.postpone()
         self.tries.swapped()
         self.batch.restart()
         self.blocks.hurry()  # drafted rounds in a row, in the next answer
