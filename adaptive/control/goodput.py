@@ -36,7 +36,7 @@ from adaptive.control.confidence import Calibration
 from adaptive.control.costs import LONGEST, CostModel, CostTable, Timed
 from adaptive.control.exploring import Exploring
 from adaptive.control.policy import Advice, Adviser, Beside, LengthPolicy, Scope
-from adaptive.control.prices import prices
+from adaptive.control.prices import best_fixed, prices
 from adaptive.control.rate import RecentRate, SeenTimes
 from adaptive.control.stopping import Stopping
 from adaptive.control.tries import BUDGET, Tries
@@ -170,7 +170,8 @@ class GoodputLength(LengthPolicy):
         self.recent.rescale(self.longer / longer)
         self.marginal = self._marginal()
         if self.age == 0 or not self.attentive:
-            self.best, self.predicted = self._best_fixed()
+            hope = self.acceptance.estimate()[: self.longest]
+            self.best, self.predicted = best_fixed(hope, costs.round, self.plain_s, self.marginal)
             if self.attentive:
                 self.prices, self.further = self._prices()
         self.age = (self.age + 1) % REFRESH
@@ -235,21 +236,6 @@ class GoodputLength(LengthPolicy):
     def _going_back(self) -> float:
         """The additional seconds of the first plain step after another round, over the next plain step."""
         return self.costs.verify(0) - self.costs.plain()
-
-    def _best_fixed(self) -> tuple[int, float]:
-        """The length, at least 1, of the highest rate by acceptance at each position, and its rate by the costs."""
-        costs = self.costs
-        best, rate, predicted, reach, tokens = 1, 0.0, 0.0, 1.0, 1.0
-        for length, accepted in enumerate(self.acceptance.estimate()[: self.longest], 1):
-            reach *= accepted
-            tokens += reach
-            seconds = costs.round(length)
-            here = tokens / (self.plain_s + self.marginal * (seconds - self.plain_s))
-            if here > rate:
-                best, rate, predicted = length, here, tokens / seconds
-            elif length > best + 2:
-                break
-        return best, predicted
 
     def _marginal(self) -> float:
         """The real cost of a second of drafting and verifying beyond a plain round's, relative to plain rounds: less

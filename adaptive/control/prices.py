@@ -4,7 +4,7 @@ verifications."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 # Tokens after a token that are considered in its price. More hardly change the price, and take longer to compute.
@@ -74,6 +74,25 @@ def best_length(
         if gain > most:
             best, most = k, gain
     return best, most
+
+
+def best_fixed(
+    hope: Sequence[float], seconds: Callable[[int], float], plain_s: float, marginal: float
+) -> tuple[int, float]:
+    """The fixed draft length, at least 1, of the most tokens per second, and these by ``seconds`` alone. ``hope`` is as
+    in ``prices``, ``seconds`` what a round of a length takes, and ``marginal`` the real cost of a second beyond a plain
+    round's ``plain_s``."""
+    best, rate, predicted, reach, tokens = 1, 0.0, 0.0, 1.0, 1.0
+    for length, accepted in enumerate(hope, 1):
+        reach *= accepted
+        tokens += reach
+        whole = seconds(length)
+        here = tokens / (plain_s + marginal * (whole - plain_s))
+        if here > rate:
+            best, rate, predicted = length, here, tokens / whole
+        elif length > best + 2:
+            break
+    return best, predicted
 
 
 def best_front(
