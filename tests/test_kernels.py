@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,28 +161,26 @@ def test_the_layout_holds_every_weight_once(instructions: str, threads: int) -> 
             assert plain.ne(0).sum() == weight.ne(0).sum()
 
 
-def reference(
-    qkv: torch.Tensor,
-    cos_sin: torch.Tensor,
-    weight: torch.Tensor,
-    cache: torch.Tensor,
-    start: int,
-    window: int,
-    scale: float,
-    heads: int,
+def write(
+    qkv: torch.Tensor, cos_sin: torch.Tensor, weight: torch.Tensor, cache: torch.Tensor, start: int, heads: int
 ) -> torch.Tensor:
-    """The result of ``Attention``, computed head by head and query by query."""
+    """Write the tokens' rotated keys and their values into ``cache``; returns the rotated queries (n, heads, size)."""
     _, key_heads, _, size = cache.shape
     parts = qkv.view(len(qkv), -1, size)
     pairs = torch.view_as_complex(parts.view(len(qkv), -1, size // 2, 2))
     by_keys, by_queries = (
         torch.view_as_real(pairs * turn[:, None]).flatten(2) for turn in torch.view_as_complex(cos_sin).unbind(1)
     )
-    queries = by_queries * weight
     cache[0, :, start : start + len(qkv)] = by_keys[:, heads : heads + key_heads].transpose(0, 1)
     cache[1, :, start : start + len(qkv)] = parts[:, heads + key_heads :].transpose(0, 1)
-    out = torch.empty(len(qkv), heads, size, dtype=qkv.dtype)
-    for i in range(len(qkv)):
+    return by_queries * weight
+
+
+def attended(queries: torch.Tensor, cache: torch.Tensor, start: int, window: int, scale: float) -> torch.Tensor:
+    """The attention of rotated queries (n, heads, size), computed head by head and query by query."""
+    heads, key_heads = queries.shape[1], cache.shape[1]
+    out = torch.empty_like(queries[:, :heads])
+    for i in range(len(queries)):
         end = start + i + 1
         begin = max(0, end - window) if window else 0
         for head in range(heads):
@@ -202,7 +201,10 @@ def plain(cache: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [16, 48, 64, 80, 112, 128, 256])
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (3, 1)])
-def test_attention_equals_torch(size: int, heads: int, key_heads: int, instructions: str, threads: int) -> None:
+@pytest.mark.parametrize("half", [False, True])
+def test_attention_equals_torch(
+    size: int, heads: int, key_heads: int, half: bool, instructions: str, threads: int
+) -> None:
     if not Attention.supports(size, torch.float32, torch.device("cpu")):
         pytest.fail("this size is to be supported")
     torch.manual_seed(0)
@@ -220,16 +222,34 @@ def test_attention_equals_torch(size: int, heads: int, key_heads: int, instructi
         qkv = torch.randn(count, (heads + 2 * key_heads) * size)
         angles, weight = torch.randn(count, 2, size // 2), torch.rand(size) + 0.5
         cos_sin = torch.stack([angles.cos(), angles.sin()], -1)
-        cache = torch.randn(2, key_heads, 224, size)
+        cache = torch.randn(2, key_heads, 224, size, dtype=torch.bfloat16 if half else torch.float32)
         theirs = plain(cache).double()
-        expected = reference(qkv.double(), cos_sin.double(), weight.double(), theirs, start, window, 0.3, heads)
+        queries = write(qkv.double(), cos_sin.double(), weight.double(), theirs, start, heads)
         out = torch.full((count, heads * size), torch.nan)
-        ours = Attention(
-            heads, key_heads, size, stride=2 * size, query_rope=size, window=window, scale=0.3, query_weight=weight
-        )
+        layout: dict[str, Any] = {"stride": 2 * size, "query_rope": size, "half": half}
+        ours = Attention(heads, key_heads, size, window=window, scale=0.3, query_weight=weight, **layout)
         ours(qkv, cos_sin.data_ptr(), cache.data_ptr(), 224, start, out)
-        same(out, expected)
-        same(plain(cache), theirs)
+        written = plain(cache)
+        if half:  # numbers that lie between two of bfloat16 go to the nearer one
+            assert (written.double() - theirs).abs().le(theirs.abs() * (2**-8 + 1e-6) + 1e-6).all()
+        else:
+            same(written, theirs)
+        same(out, attended(queries[:, :heads], written.double(), start, window, 0.3))
+
+
+def test_a_cache_of_bfloat16_is_rounded_as_torch_does(instructions: str) -> None:
+    ours = Attention(1, 1, 16, stride=16, scale=0.3, half=True)
+    size, tokens = 16, 64
+    values = torch.randn(tokens, size) * torch.logspace(-30, 30, tokens)[:, None]
+    values[:4] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), float("inf")])[:, None]  # ties go to the even one
+    values[4] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # a number that is none stays so
+    qkv = torch.stack([torch.zeros(tokens, size), torch.zeros(tokens, size), values], 1).flatten(1)
+    cache = torch.zeros(2, 1, tokens, size, dtype=torch.bfloat16)
+    out = torch.empty(tokens, size)
+    ours(qkv, torch.ones(tokens, size // 2, 2).data_ptr(), cache.data_ptr(), tokens, 0, out)
+    assert torch.equal(cache[1, 0].view(torch.int16)[5:], values.bfloat16().view(torch.int16)[5:])
+    assert torch.equal(cache[1, 0, :4], values[:4].bfloat16())
+    assert cache[1, 0, 4].isnan().all()
 
 
 def test_attention_hides_no_broken_number(instructions: str) -> None:

@@ -167,7 +167,10 @@ def need(source: Source, settings: Settings, device: str, draft: bool = False) -
     where = _named(chosen.device)
     assert chosen.dtype is not None
     config = read_config(source, settings)
-    keys = 4 if chosen.forward.own else chosen.dtype.itemsize  # our own forward caches in float32
+    keys = chosen.dtype.itemsize
+    if chosen.forward.own:  # bfloat16 only with native attention, which is certain for these two forwards
+        native = chosen.forward in (Forward.CPU_FUSED, Forward.STREAMED)
+        keys = 2 if native and chosen.weights == "bfloat16" else 4
     token = keys * _cached(config.get_text_config())
     model = _skeleton(source, config, settings)
     parameters = {id(one): one for one in model.parameters()}.values()

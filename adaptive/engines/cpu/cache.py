@@ -105,7 +105,8 @@ class CpuCache:
         self._buffers = buffers
         self.addresses = array("Q", [each.data_ptr() for each in self._each(buffers)])
         self.table = self.addresses.buffer_info()[0]
-        self._pairs = [torch.view_as_complex(buffer.unflatten(4, (-1, 2))) for buffer in buffers]
+        if self.panel == 1:
+            self._pairs = [torch.view_as_complex(buffer.unflatten(4, (-1, 2))) for buffer in buffers]
         self.capacity = capacity
 
     def _each(self, groups: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -141,11 +141,12 @@ def _plain(model: PreTrainedModel) -> bool:
     return True
 
 
-def _dtypes(model: PreTrainedModel, int8: bool) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes of activations and of the linear layers' inputs."""
+def _dtypes(model: PreTrainedModel, int8: bool) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """The dtypes of activations, of the linear layers' inputs, and of keys and values in native attention."""
     kind = next(model.parameters()).dtype
     exact = int8 or multiplies(kind, model.device)  # such layers take float32
-    return torch.promote_types(kind, torch.float32), torch.float32 if exact else kind
+    activations = torch.promote_types(kind, torch.float32)
+    return activations, torch.float32 if exact else kind, kind if kind == torch.bfloat16 else activations
 
 
 def _names(model: PreTrainedModel) -> dict[nn.Module, str]:
@@ -195,7 +196,7 @@ def _llama_like(
     """
     config = model.config
     base: Any = model.model
-    dtype, kind = _dtypes(model, pack.int8)
+    dtype, kind, cache_dtype = _dtypes(model, pack.int8)
     heads = _heads(config)
     ropes = read_ropes(model, [one.size for one in heads], dtype)
     residual = getattr(config, "residual_multiplier", 1.0)
@@ -252,6 +253,7 @@ def _llama_like(
         context_length=config.max_position_embeddings,
         dtype=dtype,
         weight_dtype=kind,
+        cache_dtype=cache_dtype,
         device=model.device,
         names=_names(model),
         inputs=inputs,
@@ -307,7 +309,7 @@ def _qwen3_5(model: PreTrainedModel, pack: Packing) -> Plan:
     for each query, whose rotary embedding rotates a part of each head."""
     config = model.config
     base: Any = model.model
-    dtype, kind = _dtypes(model, pack.int8)
+    dtype, kind, cache_dtype = _dtypes(model, pack.int8)
     sizes, all_heads = DeltaSizes.of(config), _heads(config, gated=True)
     own = all_heads[0]
     heads, key_heads, size = own.queries, own.keys, own.size
@@ -373,6 +375,7 @@ def _qwen3_5(model: PreTrainedModel, pack: Packing) -> Plan:
         context_length=config.max_position_embeddings,
         dtype=dtype,
         weight_dtype=kind,
+        cache_dtype=cache_dtype,
         device=model.device,
         names=_names(model),
         delta=sizes if any(layer.delta is not None for layer in layers) else None,

@@ -5,8 +5,9 @@ This forward computes the same function with weights packed once, buffers and vi
 and no wrapper in the loop. It equals the model's own forward up to rounding (``tests/test_cpu_forward.py`` checks that
 for every architecture that ``families.py`` recognises). Other models keep their own forward.
 
-Activations between matrix products are float32 (float64 for a float64 model) even with bfloat16 weights: attention over
-a float32 cache is several times faster on a CPU, and more accurate.
+Activations between matrix products are float32 (float64 for a float64 model) even with bfloat16 weights. The keys and
+values of such a model are bfloat16 too where attention is native: long contexts then take half the memory and time. With
+torch's attention they are float32, which is several times faster there.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class CpuForward:
         nets = [layer.delta for layer in p.layers if layer.delta is not None]
         states = None if p.delta is None else States(p.delta, nets)
         kept = self._feature_layers or (len(p.layers),)
-        return CpuCache(p.cache_shapes, p.dtype, p.device, width, panel, states, kept)
+        dtype = p.dtype if found is None else p.cache_dtype
+        return CpuCache(p.cache_shapes, dtype, p.device, width, panel, states, kept)
 
     def give_features_before(self, layers: tuple[int, ...]) -> None:
         """Make caches keep the residual stream before these layers, side by side. Passes are no longer ``fused``."""

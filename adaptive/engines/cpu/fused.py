@@ -29,6 +29,7 @@ def attentions(plan: Plan) -> list[Attention | None] | None:
             stride=places[-1],
             key_rope=places[layer.rope.keys],
             query_rope=places[layer.rope.queries],
+            half=plan.cache_dtype == torch.bfloat16,
             window=layer.window,
             scale=layer.scale,
             softcap=layer.softcap or 0.0,

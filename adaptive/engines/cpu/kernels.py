@@ -253,6 +253,7 @@ class Attention:
         stride: int,
         key_rope: int = 0,
         query_rope: int = 0,
+        half: bool = False,
         window: int = 0,
         scale: float,
         softcap: float = 0.0,
@@ -264,7 +265,7 @@ class Attention:
         self._read = query_weight, sinks  # kept: the kernels read them by address
         places = (0 if part is None else part.data_ptr() for part in self._read)
         self.native = found.module.Attention(
-            queries, keys, size, gated, reused, stride, key_rope, query_rope, window, scale, softcap, *places
+            queries, keys, size, half, gated, reused, stride, key_rope, query_rope, window, scale, softcap, *places
         )
 
     @staticmethod
@@ -290,6 +291,7 @@ class Attention:
         qkv (n, numbers) has the queries, keys and values (and gates) of tokens ``start`` on; numbers to rotate lie in
         pairs. ``cache`` is (2, keys, capacity, size), its keys in panels (the capacity is a multiple of a panel);
         ``out`` is (n, queries * size). ``cos_sin`` (n, stride) and the cache are addresses. With a ``tree``, made by
-        ``native_tree``, the tokens are its last n nodes. All numbers are float32 and contiguous."""
+        ``native_tree``, the tokens are its last n nodes. All numbers are contiguous, and float32 but for the cache's,
+        which are bfloat16 with ``half``."""
         threads = torch.get_num_threads()
         self.native(qkv.data_ptr(), cos_sin, cache, out.data_ptr(), capacity, start, len(qkv), tree, threads)

@@ -100,7 +100,8 @@ class Fuse:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole model. ``dtype`` is that of activations and cache, ``weight_dtype`` that of the linear layers' inputs.
+    """A whole model. ``dtype`` is that of activations, ``weight_dtype`` that of the linear layers' inputs,
+    ``cache_dtype`` that of keys and values where attention is native (elsewhere it is ``dtype``).
     ``ropes`` are the rotary embeddings of the layers; ``softcap`` bounds the logits; ``names`` gives a module's name in
     the model, for following adapters. ``fuse`` is the input of a head, None for a model that embeds its tokens.
     ``delta``: the sizes of the delta nets, if there are any. ``inputs`` computes the per-layer inputs, if there are
@@ -117,6 +118,7 @@ class Plan:
     context_length: int
     dtype: torch.dtype
     weight_dtype: torch.dtype
+    cache_dtype: torch.dtype
     device: torch.device
     names: dict[nn.Module, str]
     fuse: Fuse | None = None

@@ -12,12 +12,13 @@
 
 namespace {
 
-// A block of values (in floats) stays in the first-level cache while a block of QUERIES queries of a key head reads it.
+// A block of values (this many numbers) stays in the first-level cache while a block of QUERIES queries of a key head reads it.
 constexpr int VALUES = 4096, QUERIES = 64;
 
 // The attention of a layer.
 struct Attention {
   int32_t heads, key_heads, size;
+  bool half;    // caches are bfloat16, else float32
   bool gated;   // a token's row ends with a gate for every query's result
   bool reused;  // another layer has written the keys and values: a row has none
   // Numbers from one token's rotations to the next token's, and where those for keys and for queries begin in them.
@@ -42,7 +43,7 @@ struct Pass {
   const Attention* layer;
   const float* qkv;      // (count, row()): queries, keys, values (and gates); numbers to rotate in pairs
   const float* cos_sin;  // by position, from `start` on, (stride,): of each table (size / 2, 2) cosines and sines
-  float* cache;          // (2, key_heads, capacity, size): keys, in panels, and values; capacity a multiple of PANEL
+  void* cache;           // (2, key_heads, capacity, size): keys, in panels, and values; capacity a multiple of PANEL
   float* out;            // (count, heads, size)
   int64_t capacity;
   int start, count;  // tokens held before the new ones (and before a tree); new tokens
@@ -61,8 +62,8 @@ inline void rotate(const float* x, const float* cos_sin, int size, float factor,
 }
 
 // Multiplies all rows by WIDTH vectors of outputs; parameters as in `multiply`.
-template <int WIDTH>
-void multiply_all(int rows, const float* w, int step, const float* x, int stride, int inputs, bool first, float* sums, int apart) {
+template <int WIDTH, class Number>
+void multiply_all(int rows, const Number* w, int step, const float* x, int stride, int inputs, bool first, float* sums, int apart) {
   int row = tile_of<TILE>(rows, [&](auto n) { multiply<n, WIDTH, true>(w, step, x, stride, inputs, first, sums, apart); });
   while (row < rows)
     row += tile_of<TILE>(rows - row, [&](auto n) {
@@ -105,7 +106,8 @@ void hide_others(const Tree& tree, int node, int window, float* w) {
 
 // Computes the results `sums` (count, size) of `count` queries of a key head, the first of them number `row`. `sinks`
 // are those of the head's queries, or null.
-void see(const Pass& p, int row, int count, const float* sinks, const float* queries, const float* keys, const float* values,
+template <class Number>
+void see(const Pass& p, int row, int count, const float* sinks, const float* queries, const Number* keys, const Number* values,
          float* sums) {
   const Attention& m = *p.layer;
   const int size = m.size, group = m.heads / m.key_heads, window = m.window, before = p.before();
@@ -142,30 +144,31 @@ void see(const Pass& p, int row, int count, const float* sinks, const float* que
   }
 }
 
-// Writes a token's rotated key and its value of a head into the cache at `place`.
-void write_key(const Pass& p, int head, const float* qkv, const float* cos_sin, int place) {
+// Writes a token's rotated key and its value of a head into their caches at `place`.
+template <class Number>
+void write_key(const Pass& p, int head, const float* qkv, const float* cos_sin, int place, Number* keys, Number* values) {
   const Attention& m = *p.layer;
   const int size = m.size;
-  float* keys = p.cache + size_t(head) * p.capacity * size;
-  float* values = keys + size_t(m.key_heads) * p.capacity * size;
   float* key = scratch<float, 16>(size);
   rotate(qkv + size_t(m.heads + head) * size, cos_sin + m.key_rope, size, 1.0f, key);
-  float* in_panel = keys + size_t(place / PANEL) * PANEL * size + place % PANEL;
-  for (int k = 0; k < size; k++) in_panel[size_t(k) * PANEL] = key[k];
-  std::memcpy(values + size_t(place) * size, qkv + size_t(m.heads + m.key_heads + head) * size, size * 4);
+  const float* value = qkv + size_t(m.heads + m.key_heads + head) * size;
+  Number *in_panel = keys + size_t(place / PANEL) * PANEL * size + place % PANEL, *in_row = values + size_t(place) * size;
+  for (int k = 0; k < size; k++) store(key[k], in_panel + size_t(k) * PANEL);
+  for (int k = 0; k < size; k++) store(value[k], in_row + k);
 }
 
+template <class Number>
 void key_head(const Pass& p, int head) {
   const Attention& m = *p.layer;
   const int size = m.size, group = m.heads / m.key_heads, rows = p.count * group, row_stride = m.row();
-  const float* keys = p.cache + size_t(head) * p.capacity * size;
-  const float* values = keys + size_t(m.key_heads) * p.capacity * size;
+  Number* keys = (Number*)p.cache + size_t(head) * p.capacity * size;
+  Number* values = keys + size_t(m.key_heads) * p.capacity * size;
   float* queries = scratch<float, 3>(size_t(rows) * size);
   float* sums = scratch<float, 4>(size_t(rows) * size);
   for (int i = 0, before = p.before(); i < p.count; i++) {
     const int behind = p.tree ? p.tree->depths[before + i] : i;
     const float *qkv = p.qkv + size_t(i) * row_stride, *cos_sin = p.cos_sin + size_t(behind) * m.stride;
-    if (!m.reused) write_key(p, head, qkv, cos_sin, p.start + before + i);
+    if (!m.reused) write_key(p, head, qkv, cos_sin, p.start + before + i, keys, values);
     for (int g = 0; g < group; g++) {
       float* query = queries + size_t(i * group + g) * size;
       rotate(qkv + size_t(head * group + g) * size, cos_sin + m.query_rope, size, m.scale, query);
@@ -191,7 +194,13 @@ int attends(int size) { return size > 0 && size % 16 == 0; }
 void attend(const Pass* passes, int texts, int threads) {
   const int heads = passes->layer->key_heads, parts = texts * heads;
   run(parts > 1 ? threads : 1, [&](int number, int count) {
-    for (int part = number; part < parts; part += count) key_head(passes[part / heads], part % heads);
+    const auto compute = [&](auto each) {
+      for (int part = number; part < parts; part += count) each(passes[part / heads], part % heads);
+    };
+    if (passes->layer->half)
+      compute(key_head<uint16_t>);
+    else
+      compute(key_head<float>);
   });
 }
 

@@ -58,7 +58,7 @@ struct Features {
 struct Text {
   int count, rows;
   const float* cos_sin;
-  float* const* caches;
+  void* const* caches;
   int64_t capacity;
   int start;
   Features features;
@@ -310,19 +310,21 @@ bool decode(const Decoder& d, const int64_t* tokens, const Text* given, int coun
   if (d.inputs.projection) per_layer_inputs(d.inputs, tokens, x, inputs, n, threads);
   for (int number = 0; number < int(d.layers.size()); number++) {
     const Layer& layer = d.layers[number];
-    if (number == writing && !featured) {  // later tokens read nothing from here on: keep only rows with wanted logits
+    if (d.stream) d.stream->wait(number);
+    if (n) add_attended(layer, texts, count, recurring, x, n, threads);
+    recurring += !!layer.delta;
+    if (number + 1 == writing && !featured) {  // later tokens read nothing else: keep only rows with wanted logits
       gather(texts, count, x, width, x);
       gather(texts, count, inputs, stride, inputs);
       shorten(texts, count, d.stride);
       n = rows;
       if (!n && !d.stream) break;
     }
-    if (d.stream) d.stream->wait(number);
-    add_attended(layer, texts, count, recurring, x, n, threads);
-    recurring += !!layer.delta;
-    add_fed(layer, d.gate, x, n, threads);
-    if (layer.input.gate) add_input(layer.input, inputs + size_t(number) * size, stride, x, n, threads, d.gate);
-    for (size_t i = 0; layer.factor != 1 && i < size_t(n) * width; i++) x[i] *= layer.factor;
+    if (n) {
+      add_fed(layer, d.gate, x, n, threads);
+      if (layer.input.gate) add_input(layer.input, inputs + size_t(number) * size, stride, x, n, threads, d.gate);
+      for (size_t i = 0; layer.factor != 1 && i < size_t(n) * width; i++) x[i] *= layer.factor;
+    }
     if (d.stream) d.stream->done(number);
   }
   const float* wanted = x + size_t(n - rows) * width;

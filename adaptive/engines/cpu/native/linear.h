@@ -214,10 +214,10 @@ const Input* prepare(const Call& call, int padded, int stride, float* factors) {
 // than it saves.
 constexpr int AHEAD = 4096, FAR = 8192, NEAR = 1024, MANY = 6;
 
-template <int ROWS>
+template <int ROWS, int BYTES = PANEL * 4>
 inline void fetch(const void* w) {
   constexpr int LINE = 64;
-  for (int at = 0; at < PANEL * 4; at += LINE) {
+  for (int at = 0; at < BYTES; at += LINE) {
     const char* line = (const char*)w + at;
     if constexpr (ROWS >= MANY) _mm_prefetch(line + FAR, _MM_HINT_T1);
     _mm_prefetch(line + (ROWS >= MANY ? NEAR : AHEAD), _MM_HINT_T0);
@@ -227,15 +227,15 @@ inline void fetch(const void* w) {
 // Adds the products of ROWS rows and WIDTH vectors of outputs over the next `inputs`, whose weights lie `step` numbers
 // apart. The sums continue from `sums`, whose rows lie `apart` numbers apart, or begin at zero if `first`. FETCH: the
 // weights come from memory.
-template <int ROWS, int WIDTH, bool FETCH>
-inline void multiply(const float* w, int step, const float* x, int stride, int inputs, bool first, float* sums, int apart) {
+template <int ROWS, int WIDTH, bool FETCH, class Number>
+inline void multiply(const Number* w, int step, const float* x, int stride, int inputs, bool first, float* sums, int apart) {
   Vector acc[ROWS][WIDTH];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < WIDTH; v++) acc[r][v] = first ? Vector{} : at(sums + size_t(r) * apart + v * LANES);
   for (int k = 0; k < inputs; k++, w += step) {
-    if (FETCH) fetch<ROWS>(w);
+    if (FETCH) fetch<ROWS, WIDTH * LANES * int(sizeof(Number))>(w);
     for (int r = 0; r < ROWS; r++)
-      for (int v = 0; v < WIDTH; v++) acc[r][v] += at(w + v * LANES) * x[size_t(r) * stride + k];
+      for (int v = 0; v < WIDTH; v++) acc[r][v] += load(w + v * LANES) * x[size_t(r) * stride + k];
   }
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < WIDTH; v++) at(sums + size_t(r) * apart + v * LANES) = acc[r][v];

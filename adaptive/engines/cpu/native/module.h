@@ -118,7 +118,7 @@ struct Wanted {
       throw nb::value_error("a proposal that is drawn needs random numbers and a place for its distributions");
     const Adviser who{thresholds ? &thresholds->stopping : nullptr, adviser.is_none() ? nullptr : Asked::advice, &asked};
     const Masker mask{masker.is_none() ? nullptr : Asked::mask, &asked};
-    const Text text{int(tokens.size()), 1, to<float>(cos_sin), to<float*>(caches), capacity, start,
+    const Text text{int(tokens.size()), 1, to<float>(cos_sin), to<void*>(caches), capacity, start,
                     {to<float>(kept), to<float>(given_features), feature_count}, nullptr, asked_for(recall)};
     drafting = {{&sampling, who, mask, length, known, uniform.data(), to<float>(probs)}, text, tokens.data(), drafted.data(), 0, 0};
   }
@@ -210,7 +210,7 @@ nb::tuple verified(const Decoder& decoder, const Sampling& sampling, const Token
   bool done;
   {
     nb::gil_scoped_release unlocked;
-    const Text text{size, count + 1, to<float>(cos_sin), to<float*>(caches), capacity, start, {to<float>(kept)}, nullptr,
+    const Text text{size, count + 1, to<float>(cos_sin), to<void*>(caches), capacity, start, {to<float>(kept)}, nullptr,
                     asked_for(recall)};
     done = decode(decoder, tokens.data(), &text, 1, to<float>(logits), threads);
     if (done)
@@ -293,17 +293,17 @@ void bind(nb::module_& m) {
       });
 
   nb::class_<Attention>(m, "Attention")
-      .def("__init__", [](Attention* self, int heads, int key_heads, int size, bool gated, bool reused, int stride, int key_rope,
-                          int query_rope, int window, float scale, float softcap, Address query_weight, Address sinks) {
+      .def("__init__", [](Attention* self, int heads, int key_heads, int size, bool half, bool gated, bool reused, int stride,
+                          int key_rope, int query_rope, int window, float scale, float softcap, Address query_weight, Address sinks) {
         if (!attends(size) || key_heads < 1 || heads % key_heads) throw nb::value_error("heads that are not attended");
-        new (self) Attention{heads, key_heads, size, gated, reused, stride, key_rope, query_rope, window, scale, softcap,
+        new (self) Attention{heads, key_heads, size, half, gated, reused, stride, key_rope, query_rope, window, scale, softcap,
                              to<float>(query_weight), to<float>(sinks)};
-      }, arg("heads"), arg("key_heads"), arg("size"), arg("gated"), arg("reused"), arg("stride"), arg("key_rope"),
+      }, arg("heads"), arg("key_heads"), arg("size"), arg("half"), arg("gated"), arg("reused"), arg("stride"), arg("key_rope"),
       arg("query_rope"), arg("window"), arg("scale"), arg("softcap"), arg("query_weight"), arg("sinks"))
       .def("__call__", [](const Attention& self, Address qkv, Address cos_sin, Address cache, Address out, int64_t capacity,
                           int start, int count, const Tree* tree, int threads) {
         if (tree && int(tree->parents.size()) < count) throw nb::value_error("more tokens than nodes");
-        const Pass pass{&self, to<float>(qkv), to<float>(cos_sin), to<float>(cache), to<float>(out), capacity, start, count, tree};
+        const Pass pass{&self, to<float>(qkv), to<float>(cos_sin), to<void>(cache), to<float>(out), capacity, start, count, tree};
         attend(&pass, 1, threads);
       }, Unlocked(), arg("qkv"), arg("cos_sin"), arg("cache"), arg("out"), arg("capacity"), arg("start"), arg("count"),
       arg("tree").none(), arg("threads"));
@@ -378,7 +378,7 @@ void bind(nb::module_& m) {
       .def("__init__", [](Text* self, int count, int rows, Address cos_sin, Address caches, int64_t capacity, int start,
                           Address kept, const Tree* tree, const Recall* recall) {
         if (tree && int(tree->parents.size()) < count) throw nb::value_error("more tokens than nodes");
-        new (self) Text{count, rows, to<float>(cos_sin), to<float*>(caches), capacity, start, {to<float>(kept)}, tree,
+        new (self) Text{count, rows, to<float>(cos_sin), to<void*>(caches), capacity, start, {to<float>(kept)}, tree,
                         asked_for(recall)};
       }, nb::keep_alive<1, 9>(), arg("count"), arg("rows"), arg("cos_sin"), arg("caches"), arg("capacity"), arg("start"),
       arg("kept"), arg("tree").none(), arg("recall").none());
@@ -423,7 +423,7 @@ void bind(nb::module_& m) {
         bool done;
         {
           nb::gil_scoped_release unlocked;
-          const Text text{int(tokens.size()), rows, to<float>(cos_sin), to<float*>(caches), capacity, start,
+          const Text text{int(tokens.size()), rows, to<float>(cos_sin), to<void*>(caches), capacity, start,
                           {to<float>(kept), to<float>(given), known}, nullptr, asked_for(recall)};
           done = decode(self, tokens.data(), &text, 1, to<float>(logits), threads);
         }

@@ -28,6 +28,20 @@ typedef uint32_t Words __attribute__((vector_size(LANES * 4), aligned(4)));
 inline Vector& at(float* x) { return *(Vector*)x; }
 inline const Vector& at(const float* x) { return *(const Vector*)x; }
 
+// Numbers of bfloat16 are the upper 16 bits of a float32. They are kept as integers, converted when they are loaded, and
+// rounded to the nearest when they are stored.
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2)));
+
+inline Vector load(const float* x) { return at(x); }
+inline Vector load(const uint16_t* x) { return (Vector)(__builtin_convertvector(*(const Halves*)x, Words) << 16); }
+
+inline void store(float x, float* to) { *to = x; }
+inline void store(float x, uint16_t* to) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  *to = x == x ? uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16) : 0x7fc0;
+}
+
 inline float total(Vector v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)v);
