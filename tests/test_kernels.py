@@ -241,8 +241,9 @@ def test_a_cache_of_bfloat16_is_rounded_as_torch_does(instructions: str) -> None
     ours = Attention(1, 1, 16, stride=16, scale=0.3, half=True)
     size, tokens = 16, 64
     values = torch.randn(tokens, size) * torch.logspace(-30, 30, tokens)[:, None]
-    values[:4] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), float("inf")])[:, None]  # ties go to the even one
-    values[4] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # a number that is none stays so
+    ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), float("inf")])
+    values[:4] = ties[:, None]
+    values[4] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # NaN of other bits than usual
     qkv = torch.stack([torch.zeros(tokens, size), torch.zeros(tokens, size), values], 1).flatten(1)
     cache = torch.zeros(2, 1, tokens, size, dtype=torch.bfloat16)
     out = torch.empty(tokens, size)

@@ -6,8 +6,8 @@ and no wrapper in the loop. It equals the model's own forward up to rounding (``
 for every architecture that ``families.py`` recognises). Other models keep their own forward.
 
 Activations between matrix products are float32 (float64 for a float64 model) even with bfloat16 weights. The keys and
-values of such a model are bfloat16 too where attention is native: long contexts then take half the memory and time. With
-torch's attention they are float32, which is several times faster there.
+values of such a model are bfloat16 too where attention is native, so that long texts take half the memory and less
+time. With torch's attention they are float32, which is several times faster there.
 """
 
 from __future__ import annotations
