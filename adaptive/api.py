@@ -4,7 +4,7 @@
 
     with Assistant(target="models/big", draft="models/small") as assistant:
         print(assistant.ask("What is 17 * 23?"))
-        for piece in assistant.stream("And why?"):
+        for piece in assistant.stream("Name three large rivers."):
             print(piece, end="", flush=True)
         print(assistant.distil().message)
         print(assistant.stats().sentence)

@@ -361,11 +361,11 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
             tell("checkpoint", 1.0)
             _check_checkpoint(settings, identity, draft_engine, trained)
     tell("ready", 1.0)
-    warnings = [] if refused is None or alone is not None else [f"{refused}; the target decodes alone"]
+    warnings = [] if refused is None or alone is not None else [f"{refused}; no model drafts"]
     if alone is not None:
         warnings.append(f"{target.id} {alone}; it decodes plainly, and nothing is drafted; {instead(target)}")
     if draft is not None and draft_engine is not None and draft_engine.undraftable is not None:
-        warnings.append(f"the draft {draft.id} {draft_engine.undraftable}; the target decodes alone")
+        warnings.append(f"the draft {draft.id} {draft_engine.undraftable}; no model drafts")
         draft_engine = None
     if sizes[1] > sizes[0]:
         warnings.append(

@@ -41,13 +41,21 @@ MOST_NODES = 256
 
 
 def _bytes(value: object) -> object:
-    """Bytes of a size such as 2GB or 500MB. Raises AdaptiveError."""
+    """Bytes of a size, see ``_size``. Raises AdaptiveError."""
     if not isinstance(value, str) or value.isdigit():
         return value
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)B?\s*", value)
+    found = _size(value)
     if found is None:
         raise AdaptiveError(f"keep_caches is {value[:40]!r}; it must be a size such as 2GB or 500MB, or 0")
-    return int(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))
+    return found
+
+
+def _size(said: str) -> int | None:
+    """Bytes of a size such as ``4GB``, ``1.5GiB``, ``800 MB`` or ``2G``; None for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT])(i?)B?", said.strip(), re.IGNORECASE)
+    if found is None:
+        return None
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper()))
 
 
 class Settings(BaseSettings):
@@ -184,11 +192,10 @@ def fixed_draft_length(said: str) -> tuple[int, bool] | None:
 
 def memory_bytes(said: str) -> int:
     """Bytes of a size such as ``4GB``, ``1.5GiB`` or ``800MB``. Raises AdaptiveError for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MG])(i?)B", said.strip(), re.IGNORECASE)
-    if found is None or float(found[1]) <= 0:
+    found = _size(said)
+    if not found:
         raise AdaptiveError(f"memory is {said[:80]!r}; it must be a size such as 4GB, 1.5GiB or 800MB")
-    step = 1024 if found[3] else 1000
-    return int(float(found[1]) * step ** (2 if found[2].upper() == "M" else 3))
+    return found
 
 
 def training_window(policy: str) -> tuple[int, int] | None:

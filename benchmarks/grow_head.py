@@ -92,14 +92,20 @@ def by_step(replays: Sequence[Replay]) -> list[float]:
     return [float(row) for row in np.concatenate([r.acceptance for r in replays], axis=1).mean(1)]
 
 
-def grown(student: Student, said: Sequence[Example], held: Sequence[Example], recipe: Recipe) -> dict[str, Any]:
-    """Train on ``said``, keep the weights that are best on a tenth of it, and replay ``held``."""
+def grown(
+    student: Student, said: Sequence[Example], held: Sequence[Example], recipe: Recipe, folder: Path | None = None
+) -> dict[str, Any]:
+    """Train on ``said``, keep the weights that are best on a tenth of it, and replay ``held``. ``folder``: where to
+    write them."""
     validation = max(4, len(said) // 10)
     began = time.process_time()
     result = fit(student, said[:-validation], lambda: acceptance_rate(student.replay(said[-validation:])), recipe)
     seconds = time.process_time() - began
     assert result.best is not None
     student.restore(result.best)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        student.write(result.best, folder)
     replays = student.replay(held)
     return {
         "acceptance": acceptance_rate(replays),
@@ -129,6 +135,7 @@ def main() -> None:
     parser.add_argument("--draft", action="append", help="the same for the separate draft; none trains none")
     parser.add_argument("--fresh", action="store_true", help="the head, too, starts afresh each time")
     parser.add_argument("--exact", action="store_true", help="hidden states that are not rounded to 8 bits")
+    parser.add_argument("--keep", type=Path, help="folder for the weights after each number of generations")
     parser.add_argument("--json", type=Path, help="append one object a line")
     args = parser.parse_args()
 
@@ -157,7 +164,8 @@ def main() -> None:
                 student: Student = HeadStudent(head, recipe)
             else:
                 student = Draft(lora.attach(load_draft_for_training(settings), recipe))
-            figures = grown(student, said[:number], held, recipe)
+            keep = args.keep / f"{who}-{args.kind}-{number}" if args.keep else None
+            figures = grown(student, said[:number], held, recipe, keep)
             line = {"who": who, "recipe": text, "kind": args.kind, "generations": number, "seed": args.seed} | figures
             steps = " ".join(f"{a:.3f}" for a in figures["by_step"])
             print(

@@ -1,11 +1,13 @@
 """Makes a model that computes the same function as a small Llama checkpoint at the cost of a large one.
 
     python benchmarks/inflate.py checkpoints/bundled/target OUT --width 1024 --feed-forward 4096 --heads 16 --layers 28
+    python benchmarks/inflate.py checkpoints/bundled/target OUT --head FOLDER        # a head for the large target
     python benchmarks/inflate.py --hybrid OUT        # a pair: OUT/target, OUT/draft
 
 Widths are padded with zeros; added heads have zero output, and added layers add nothing. The
 distribution of the next token stays that of the small model (to rounding), so acceptance is that of
-real text; time and memory are those of the large model. ``--adapter`` merges a LoRA adapter in first.
+real text; time and memory are those of the large model. ``--adapter`` merges a LoRA adapter in first. ``--head``: a
+head that was grown on the small model becomes one of the large model, in the same way.
 
 RMS norms divide by the mean over the width, and padding changes that mean by small / large: the norm's
 eps is scaled by that ratio and its weight by the ratio's square root. Widths that are the small one times a
@@ -27,6 +29,8 @@ import torch
 from inflate_hybrid import LARGE, SMALL, HybridSize, inflate_hybrid, same_buffers, small_hybrid
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from adaptive.engines.head.module import VOCABULARY, Head
+from adaptive.engines.head.parts import parts_of_model
 from adaptive.engines.hf.lora import MergedAdapter
 from adaptive.errors import AdaptiveError
 from adaptive.pair import BUNDLED
@@ -60,7 +64,7 @@ def inflate(small: LlamaForCausalLM, size: Size, device: torch.device | str = "c
             raise AdaptiveError(f"{name} {getattr(size, name)} is less than the model's own {getattr(have, name)}")
     with torch.device(device):  # only the large model has to fit there, in its own dtype
         large = LlamaForCausalLM._from_config(config_of(config, size), dtype=small.dtype)
-    root = (have.width / size.width) ** 0.5
+    root = root_of(have.width, size.width)
     sources = dict(small.named_parameters())
     with torch.no_grad():
         for name, parameter in large.named_parameters():
@@ -71,13 +75,43 @@ def inflate(small: LlamaForCausalLM, size: Size, device: torch.device | str = "c
                 # An added layer: random numbers in, zero out, so that it costs as much as a real layer.
                 if not name.endswith(("norm.weight", "o_proj.weight", "down_proj.weight")):
                     parameter.normal_(std=0.02)
-            elif parameter.dim() == 1:
-                parameter[: source.shape[0]] = source * root
             else:
-                parameter[: source.shape[0], : source.shape[1]] = source
+                place(source, parameter, root)
     same_buffers(large, small)
     large.generation_config = copy.deepcopy(small.generation_config)
     return large.eval()
+
+
+def root_of(small: int, large: int) -> float:
+    """The factor of norm weights, by the widths."""
+    return float((small / large) ** 0.5)
+
+
+def place(source: torch.Tensor, parameter: torch.Tensor, root: float) -> None:
+    """Write a small model's tensor into the beginning of a large one's; vectors are norms, which take ``root``."""
+    if parameter.dim() == 1:
+        parameter[: source.shape[0]] = source * root
+    else:
+        parameter[: source.shape[0], : source.shape[1]] = source
+
+
+def inflate_head(folder: Path, small: LlamaForCausalLM, large: LlamaForCausalLM) -> Head:
+    """A head of ``large``, made by ``inflate`` from ``small``, with the function of the head of ``small`` in
+    ``folder``. Raises AdaptiveError if there is none."""
+    source, head = Head.read(folder, parts_of_model(small)), Head.from_target(large)
+    head.draft_among(source.ids)
+    own, root = source.own(), root_of(source.width, head.width)
+    with torch.no_grad():
+        for name, tensor in head.own().items():
+            if name == VOCABULARY:
+                continue
+            tensor.fill_(1.0 if tensor.dim() == 1 else 0.0)
+            if name == "fuse.weight":  # it reads a token's embedding and a feature, side by side
+                for part, parts in zip(tensor.chunk(2, 1), own[name].chunk(2, 1), strict=True):
+                    place(parts, part, root)
+            else:
+                place(own[name], tensor, root)
+    return head
 
 
 def config_of(config: LlamaConfig, size: Size) -> LlamaConfig:
@@ -102,6 +136,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--adapter", type=Path)
+    parser.add_argument("--head", type=Path, help="a grown head of the source; only its inflated form is written")
     args = parser.parse_args()
 
     if args.hybrid:
@@ -113,6 +148,10 @@ def main() -> None:
     if args.adapter:
         MergedAdapter(small).apply(args.adapter)
     large = inflate(small, Size(args.width, args.feed_forward, args.heads, args.layers))
+    if args.head:
+        args.out.mkdir(parents=True, exist_ok=True)
+        inflate_head(args.head, small, large).write(args.out)
+        return
     _write(large, args.source, args.out)
 
 

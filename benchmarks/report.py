@@ -47,7 +47,10 @@ def speed(figures: dict[str, Any], costs: CostTable) -> float:
     """Tokens per second at the best fixed draft length, 0 (plain decoding) included."""
     seconds = [
         rounds
-        * (length * costs.draft_s + (costs.verify_s[length] if length else costs.plain_step_s) + costs.overhead_s)
+        * (
+            (costs.start_s + length * costs.draft_s + costs.verify_s[length] if length else costs.plain_step_s)
+            + costs.overhead_s
+        )
         for length, rounds in enumerate(figures["rounds"])
     ]
     return float(figures["tokens"] / (min(seconds) + figures["tokens"] * costs.token_s))

@@ -113,7 +113,7 @@ def _no_model(settings: Settings, local: bool) -> Finding:
     from adaptive.pair import MTP, PLAIN, grows_on, sources
 
     if settings.draft == PLAIN:
-        return Finding("used", "draft", "ok", "none: the target decodes alone")
+        return Finding("used", "draft", "ok", "none: no model drafts")
     if not local:
         said = "the multi-token head in the target's checkpoint"
         grown = "" if settings.draft == MTP else "; where it has none, one that is grown on it"
@@ -124,7 +124,7 @@ def _no_model(settings: Settings, local: bool) -> Finding:
             return Finding("used", "draft", "ok", f"{inside.head.words}: docs/heads.md")
         target = grows_on(settings)
         if target is None:
-            return Finding("used", "draft", "ok", "none: the target decodes alone")
+            return Finding("used", "draft", "ok", "none: no model drafts")
         reason = unsuitable(read_config(target, settings).get_text_config())
     except AdaptiveError as error:
         return Finding("used", "draft", "broken", str(error), "name another draft, or --draft none")
@@ -182,10 +182,10 @@ def _weights(role: str, held: Quantised, source: Source) -> Finding:
 def _memory(settings: Settings) -> Iterator[Finding]:
     """What fits into the memory of each device: weights, text, training."""
     from adaptive.engines.budget import budgets, ways_out
-    from adaptive.pair import grows_on, sources
+    from adaptive.pair import grows_on, sources, trained_draft
 
     (target, draft), grows = sources(settings), grows_on(settings) is not None
-    for found in budgets(target, draft, grows, settings):
+    for found in budgets(target, draft, grows, settings, trained_draft(settings)):
         trains = found.tokens(training=True) != 0
         status: Literal["ok", "note", "broken"] = "broken" if not found.fits else "ok" if trains else "note"
         advice = "training waits until there is memory for it: a smaller draft, or --distill off" * (not trains)

@@ -29,7 +29,8 @@ def learn(
     engine: Annotated[
         Optional[str],
         typer.Option(
-            help="llama-server, vllm, sglang, lm-studio or adaptive, if it cannot be told.", rich_help_panel=PROXY
+            help="llama-server, vllm, sglang, lm-studio, adaptive or unknown; found out if left out.",
+            rich_help_panel=PROXY,
         ),
     ] = None,
     connections: Annotated[

@@ -152,7 +152,7 @@ def import_(
 ) -> None:
     """Take the records of other logs into this pair's: those of a team, or of another machine. None is taken twice.
 
-    Example: adaptive records import anna/records.db ben/records.db --target ./target --draft ./draft
+    Example: adaptive records import laptop/records.db desktop/records.db --target ./target --draft ./draft
     """
     import json
     from dataclasses import asdict

@@ -224,7 +224,7 @@ tries a tiny checkpoint of each type in float32. Larger ones compute the same.
 - *plain only*: decoding, chat and the log work, without drafts.
 - *distilled, swapped*: a trained adapter changes the draft, not the answer.
 - *read*: of checkpoints that also see or hear, the bytes of weights that loading reads, of those in the file, and in
-  brackets those of the language model's weights. Their vision is made large enough to be seen in it.
+  brackets those of the language model's weights. Their vision parts are made large here, so that the difference shows.
 
 `adaptive doctor` says which forward runs your model.
 

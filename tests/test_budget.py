@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from adaptive.engines.budget import LEAST_TOKENS, PASSES, Budget, need
 from adaptive.engines.hf.engine import TransformersEngine
-from adaptive.engines.load import Source, load_engine
+from adaptive.engines.load import Source, choose_forward, load_engine
 from adaptive.pair import sources
 from adaptive.settings import load_settings
 
@@ -38,6 +38,22 @@ def test_what_is_expected_of_a_model_is_what_it_takes(options: dict[str, str], t
     assert expected.token == sequence.memory.keys // 512  # bytes of keys and values for the 512 reserved tokens
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_token_takes_as_much_in_the_cache_of_an_int8_draft_as_in_its_own_dtype(dtype: str, tmp_path: Path) -> None:
+    target, draft = save_random_pair(tmp_path, "qwen2")
+    settings = load_settings(
+        {"target": str(target), "draft": str(draft), "device": "cpu", "dtype": dtype, "draft_quantize": "int8"}
+    )
+    _, source = sources(settings)
+    assert source is not None
+    engine = load_engine(source, settings, "cpu", lambda share: None, draft=True)
+    assert engine.weights == "int8"
+    sequence = engine.sequence()
+    sequence.reserve(512)
+    sequence.extend([1, 2, 3], 1)
+    assert need(source, settings, "cpu", draft=True).token == sequence.memory.keys // 512
+
+
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_what_a_token_takes_is_known_of_every_architecture(name: str, tmp_path: Path) -> None:
     model = made(name)
@@ -49,8 +65,8 @@ def test_what_a_token_takes_is_known_of_every_architecture(name: str, tmp_path: 
     sequence = engine.sequence()
     sequence.reserve(512)
     sequence.extend([1, 2, 3], 1)
-    own = 2 if expected.token != sequence.memory.keys // 512 else 1  # our own forward would use float32, not float64
-    assert own * (expected.token or 0) == sequence.memory.keys // 512
+    own = choose_forward(Source("it", tmp_path, "none"), settings, "cpu").forward.own
+    assert expected.token == sequence.memory.keys // 512 // (2 if own else 1)  # our own would use float32, not float64
     assert expected.numbers == model.num_parameters()
 
 

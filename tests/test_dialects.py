@@ -265,3 +265,13 @@ def test_what_is_not_to_be_stored_is_not_in_the_log(client: openai.OpenAI, diale
         assert log.count() == before
         assert respond(client).store is False  # responses are not stored for later retrieval
         assert log.count() == before + 1
+        asked: dict[str, dict[str, Any]] = {
+            "/v1/messages": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4},
+            "/completion": {"prompt": "Hello", "n_predict": 4},
+        }
+        key = {"x-api-key": DIALECTS_KEY}
+        for number, (path, body) in enumerate(asked.items(), before + 2):
+            for more, logged in (({"store": False}, number - 1), ({}, number)):
+                answer = httpx.post(dialects.url + path, json={**body, **more}, headers=key, timeout=60)
+                assert answer.status_code == 200, answer.text
+                assert log.count() == logged

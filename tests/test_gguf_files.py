@@ -15,11 +15,12 @@ from gguf_pair import engine, write, write_bundled
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from adaptive.engines.budget import TRAINING_LIBRARIES, budgets
 from adaptive.engines.identity import weights_hash
 from adaptive.engines.llamacpp.model import LlamaModel
 from adaptive.engines.llamacpp.tokenizer import GgufTokenizer
 from adaptive.errors import AdaptiveError
-from adaptive.pair import load_draft_for_training, load_pair, pair_identity, trained_draft
+from adaptive.pair import load_draft_for_training, load_pair, pair_identity, sources, trained_draft
 from adaptive.settings import Settings, load_settings
 from adaptive.state import open_state
 from checkpoints.manifest import BaseDraft, TrainedOn
@@ -178,6 +179,14 @@ def test_a_pair_of_files_answers_records_and_names_its_engine(files: Path, own_h
     assert logged.generation.supervision is not None
     stated = run("records", "stats", *names)
     assert stated.exit_code == 0, stated.output
+
+
+def test_memory_for_training_is_that_of_the_drafts_checkpoint(files: Path) -> None:
+    settings = of(files)
+    target, draft = sources(settings)
+    (learning,) = budgets(target, draft, False, settings, trained_draft(settings))
+    assert learning.training > TRAINING_LIBRARIES
+    assert budgets(target, draft, False, settings)[0].training == 0
 
 
 def test_a_draft_without_its_checkpoint_decodes_and_says_that_it_cannot_learn(files: Path) -> None:

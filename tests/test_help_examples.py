@@ -133,8 +133,8 @@ def test_an_example_works_as_it_stands(
     words = shlex.split(example)
     if "./eagle3-head" in words:
         save_eagle(BUNDLED / "target", here / "eagle3-head", "specforge")
-    if "anna/records.db" in words:
-        for name in ("anna", "ben"):
+    if "laptop/records.db" in words:
+        for name in ("laptop", "desktop"):
             assert adaptive("generate", name, "--max-new-tokens", "4", "--state-dir", str(here / name))[0] == 0
             next((here / name).glob("*/records.db")).rename(here / name / "records.db")
     if "--merged my-draft" in example:  # the example writes this file

@@ -9,10 +9,11 @@ from pathlib import Path
 import hybrid
 import pytest
 import torch
-from inflate import Size, inflate, write_hybrids
+from inflate import Size, inflate, inflate_head, write_hybrids
 from inflate_hybrid import HybridSize, inflate_hybrid, small_hybrid
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from adaptive.engines.head.module import Head
 from adaptive.errors import AdaptiveError
 
 
@@ -53,6 +54,26 @@ def test_widths_times_four_are_exact_in_bfloat16_weights() -> None:
     with torch.inference_mode():
         right, got = model.float()(tokens).logits, large(tokens).logits
     torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4)
+
+
+def test_an_inflated_head_drafts_as_the_small_one_does(tmp_path: Path) -> None:
+    model = small(torch.float32)
+    large = inflate(model, Size(128, 160, 16, 4))
+    head = Head.from_target(model)
+    with torch.no_grad():
+        for tensor in head.own().values():
+            tensor.add_(0.2 * torch.randn_like(tensor))
+    head.draft_among(torch.arange(3, 50))
+    head.write(tmp_path)
+    inflated = inflate_head(tmp_path, model, large)
+    tokens, features = torch.randint(0, 61, (1, 20)), torch.randn(1, 20, 32)
+    padded = torch.cat([features, torch.zeros(1, 20, 96)], -1)
+    places = torch.arange(20)[None]
+    with torch.inference_mode():
+        right, got = head(tokens, features, places), inflated(tokens, padded, places)
+        torch.testing.assert_close(got[..., :32], right, rtol=1e-4, atol=1e-4)
+        assert not got[..., 32:].any()
+        torch.testing.assert_close(inflated.logits(got), head.logits(right), rtol=1e-4, atol=1e-4)
 
 
 def test_added_layers_have_weights_to_multiply_by() -> None:

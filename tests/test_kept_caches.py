@@ -23,9 +23,9 @@ pytestmark = pytest.mark.xdist_group("kept_caches")
 TEXT = list(range(5, 305)) * 2
 
 
-@pytest.fixture(scope="module")
-def pair() -> Pair:
-    given = {"target": str(BUNDLED / "target"), "draft": str(BUNDLED / "draft"), "dtype": "float32"}
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    given = {"target": str(BUNDLED / "target"), "draft": str(BUNDLED / "draft"), "dtype": request.param}
     return load_pair(load_settings(given))
 
 

@@ -244,13 +244,17 @@ def test_a_cache_of_bfloat16_is_rounded_as_torch_does(instructions: str) -> None
     ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), float("inf")])
     values[:4] = ties[:, None]
     values[4] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # NaN of other bits than usual
-    qkv = torch.stack([torch.zeros(tokens, size), torch.zeros(tokens, size), values], 1).flatten(1)
+    qkv = torch.stack([torch.zeros(tokens, size), values, values], 1).flatten(1)
+    cos_sin = torch.tensor([1.0, 0.0]).repeat(tokens, size // 2)  # turns nothing
     cache = torch.zeros(2, 1, tokens, size, dtype=torch.bfloat16)
     out = torch.empty(tokens, size)
-    ours(qkv, torch.ones(tokens, size // 2, 2).data_ptr(), cache.data_ptr(), tokens, 0, out)
-    assert torch.equal(cache[1, 0].view(torch.int16)[5:], values.bfloat16().view(torch.int16)[5:])
-    assert torch.equal(cache[1, 0, :4], values[:4].bfloat16())
-    assert cache[1, 0, 4].isnan().all()
+    ours(qkv, cos_sin.data_ptr(), cache.data_ptr(), tokens, 0, out)
+    keys, rounded = plain(cache)
+    assert torch.equal(rounded[0].view(torch.int16)[5:], values.bfloat16().view(torch.int16)[5:])
+    assert torch.equal(rounded[0, :4], values[:4].bfloat16())
+    assert rounded[0, 4].isnan().all()
+    assert torch.equal(keys[0, 5:], rounded[0, 5:])
+    assert torch.equal(keys[0, :3], rounded[0, :3])  # infinity times the sine of 0 is NaN
 
 
 def test_attention_hides_no_broken_number(instructions: str) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,3 +73,34 @@ def test_a_forked_child_shares_its_work_among_threads_of_its_own(linear: kernels
         same = all(torch.equal(on_a_thread_of_its_own(linear, x, 2), alone) for _ in range(200))
         os._exit(0 if same else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+NO_MEMORY = """
+import resource, sys, torch
+from adaptive.engines.cpu import kernels
+
+torch.set_num_threads(2)
+linear, few, many = kernels.NativeLinear(torch.randn(64, 256)), torch.randn(2, 256), torch.randn(400_000, 256)
+expected = linear(few)
+def address_space():
+    return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+unlimited = resource.getrlimit(resource.RLIMIT_AS)
+for _ in range(3):
+    # The result has room, and each thread's copy of the rows has not.
+    resource.setrlimit(resource.RLIMIT_AS, (address_space() + 400_000 * 64 * 4 + (32 << 20), unlimited[1]))
+    try:
+        linear(many)
+    except MemoryError:
+        pass
+    else:
+        sys.exit("there was memory")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, unlimited)
+    assert torch.equal(linear(few), expected)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux has this file")
+def test_threads_without_memory_raise_an_error_and_go_on() -> None:
+    done = subprocess.run([sys.executable, "-c", NO_MEMORY], check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

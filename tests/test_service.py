@@ -327,6 +327,10 @@ def test_metrics_count_what_was_drafted_and_accepted(server: Server, client: ope
     after = [metric(name) for name in names]
     assert [b - a for a, b in zip(before, after, strict=True)] == [timings["draft_n"], timings["draft_n_accepted"]]
     assert metric("spec_decode_num_accepted_tokens_per_pos_total") == after[1]
+    assert metric("adapter_info") == 1
+    refused = metric('requests_refused_total{status="401"}')
+    assert httpx.post(f"{server.url}/v1/chat/completions", json={}, timeout=60).status_code == 401
+    assert metric('requests_refused_total{status="401"}') == refused + 1
 
 
 def test_the_page_is_whole_in_itself_and_its_data_is_behind_the_key(server: Server) -> None:

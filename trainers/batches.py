@@ -22,7 +22,7 @@ PASS_TOKENS = 2048
 # Logits (positions x vocabulary) of one pass. Training holds about four float32 copies of them, so
 # the limit is 0.5 GB; a draft with a vocabulary of 150,000 tokens reaches it with 220 positions.
 PASS_LOGITS = 2**25
-# A single answer may have this many times PASS_LOGITS: 880 tokens with such a vocabulary.
+# A single answer may have this many times PASS_LOGITS: some 890 tokens with such a vocabulary.
 LARGEST_PASS = 4
 
 

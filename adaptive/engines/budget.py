@@ -93,13 +93,18 @@ class Budget:
         return f"{room}, {beside:,} while it trains" if beside >= LEAST_TOKENS else f"{room}, and no training beside"
 
 
-def budgets(target: Source, draft: Source | None, grows: bool, settings: Settings) -> list[Budget]:
-    """The budget of a pair on each device that it uses. Raises AdaptiveError for a config that cannot be read."""
+def budgets(
+    target: Source, draft: Source | None, grows: bool, settings: Settings, checkpoint: Source | None = None
+) -> list[Budget]:
+    """The budget of a pair on each device that it uses; ``checkpoint``: that of a GGUF draft, if training has one.
+    Raises AdaptiveError for a config that cannot be read."""
     needs = [need(target, settings, settings.device)]
     if draft is not None:
         where = settings.device if draft.head else settings.draft_device or settings.device
         needs.append(need(draft, settings, where, draft=True))
     learns = 4 * needs[-1].numbers if draft is not None and not draft.head else 0
+    if draft is not None and draft.gguf is not None and checkpoint is not None:
+        learns = 4 * need(checkpoint, settings, "cpu", draft=True).numbers
     if grows or (draft is not None and draft.head):  # a head's layer, with the target's embedding and projection
         learns = 4 * _layer_of(target, settings)
     if settings.distill == "off":
@@ -163,6 +168,8 @@ def need(source: Source, settings: Settings, device: str, draft: bool = False) -
     """The memory of one model. Raises AdaptiveError for a config that cannot be read."""
     if source.gguf is not None or source.head:  # their configs do not describe a model
         return Need(_named(choose_device(device)), weight_bytes(source), None if source.gguf else 0, 0)
+    import torch
+
     chosen = choose_forward(source, settings, device, draft)
     where = _named(chosen.device)
     assert chosen.dtype is not None
@@ -170,7 +177,7 @@ def need(source: Source, settings: Settings, device: str, draft: bool = False) -
     keys = chosen.dtype.itemsize
     if chosen.forward.own:  # bfloat16 only with native attention, which is certain for these two forwards
         native = chosen.forward in (Forward.CPU_FUSED, Forward.STREAMED)
-        keys = 2 if native and chosen.weights == "bfloat16" else 4
+        keys = 2 if native and chosen.dtype == torch.bfloat16 else 4
     token = keys * _cached(config.get_text_config())
     model = _skeleton(source, config, settings)
     parameters = {id(one): one for one in model.parameters()}.values()

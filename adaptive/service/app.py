@@ -47,7 +47,8 @@ def create_app(api: Api) -> FastAPI:
     _errors(app, api)
     settings = api.settings
     key = settings.api_key.get_secret_value() if settings.api_key else None
-    app.add_middleware(Guard, key=key, max_body=int(settings.max_body_mb * 1e6), origins=settings.cors)
+    counted = api.metrics.refused
+    app.add_middleware(Guard, key=key, max_body=int(settings.max_body_mb * 1e6), origins=settings.cors, counted=counted)
     return app
 
 

@@ -186,6 +186,7 @@ class EngineThread:
                 self.session = session
                 self.adapter = session.assistant.adapter
                 self.speculation = speculation(session.assistant)
+                self._metrics.uses(self.adapter)
                 session.swapper.on_swap = self._swapped
                 self._batch = Batch(session.pair.target, session.swapper.between_rounds)
                 self.slots, self.fewer = possible_slots(session.assistant, self._wanted)

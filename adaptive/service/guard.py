@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
@@ -50,9 +50,11 @@ class Guard:
         max_body: int,
         origins: Collection[str] = (),
         types: Collection[bytes] = JSON,
+        counted: Callable[[int], None] = lambda status: None,
     ) -> None:
-        """``types``: allowed Content-Types. Browsers must not let pages send any of them without a preflight."""
-        self.app, self.types = app, types
+        """``types``: allowed Content-Types. Browsers must not let pages send any of them without a preflight.
+        ``counted`` receives the status of every refusal."""
+        self.app, self.types, self.counted = app, types, counted
         self.origins = frozenset(origin.encode() for origin in origins)
         self.key = None if key is None else _digest(key.encode())
         self.max_body = max_body
@@ -72,6 +74,7 @@ class Guard:
             send = _varied(send)
         refusal = self._refusal(scope, headers)
         if refusal is not None:
+            self.counted(refusal[0])
             await _refuse(send, scope["path"], *refusal)
             return
         read = 0

@@ -107,6 +107,10 @@ class Metrics:
     def swapped(self, adapter: str | None) -> None:
         """Count a change of adapter."""
         self._swaps.inc()
+        self.uses(adapter)
+
+    def uses(self, adapter: str | None) -> None:
+        """Set the adapter in use."""
         self._adapter.clear()
         self._adapter.labels(adapter or "none").set(1)
 

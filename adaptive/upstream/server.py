@@ -20,7 +20,6 @@ from adaptive.service.server import GRACE_S, address, listen, only_server, until
 from adaptive.service.trainer import Trainer, background
 from adaptive.settings import Settings
 from adaptive.state import PairState
-from adaptive.upstream.asking import PATHS
 from adaptive.upstream.kinds import KINDS, Kind
 from adaptive.upstream.logbook import Logbook
 from adaptive.upstream.proxy import Proxy
@@ -130,14 +129,14 @@ class Door:
 
 
 class Resting:
-    """Lets training stand still while an answer is being made."""
+    """Pauses training while the server has a request of any client. Only requests with a body (``POST``) count."""
 
     def __init__(self, app: ASGIApp, trainer: Trainer) -> None:
         self._app, self._trainer, self._open = app, trainer, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on."""
-        if scope["type"] != "http" or scope["path"] not in PATHS:
+        if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
         self._open += 1

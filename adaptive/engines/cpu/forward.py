@@ -25,7 +25,7 @@ from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.delta import States
 from adaptive.engines.cpu.families import Kind, read_plan
 from adaptive.engines.cpu.fused import attentions, decoder, fits
-from adaptive.engines.cpu.kernels import Attention, library, native_tree
+from adaptive.engines.cpu.kernels import Attention, between_passes, library, native_tree
 from adaptive.engines.cpu.layers import capped_attention, sunk_attention
 from adaptive.engines.cpu.masks import FEW, MaskTable
 from adaptive.engines.cpu.plan import Heads, Layer, Plan
@@ -87,6 +87,11 @@ class CpuForward:
         """How passes run."""
         return "fused" if self.fused else "native" if self.plan.lm_head.native else "torch"
 
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The dtype of keys and values."""
+        return self.plan.dtype if self._attentions is None else self.plan.cache_dtype
+
     def cache(self, features: bool = False) -> CpuCache:
         """An empty cache for one text. With ``features`` it keeps the hidden states of its tokens."""
         p = self.plan
@@ -95,8 +100,7 @@ class CpuForward:
         nets = [layer.delta for layer in p.layers if layer.delta is not None]
         states = None if p.delta is None else States(p.delta, nets)
         kept = self._feature_layers or (len(p.layers),)
-        dtype = p.dtype if found is None else p.cache_dtype
-        return CpuCache(p.cache_shapes, dtype, p.device, width, panel, states, kept)
+        return CpuCache(p.cache_shapes, self.cache_dtype, p.device, width, panel, states, kept)
 
     def give_features_before(self, layers: tuple[int, ...]) -> None:
         """Make caches keep the residual stream before these layers, side by side. Passes are no longer ``fused``."""
@@ -176,8 +180,8 @@ class CpuForward:
                     recall,
                     threads,
                 )
-            except BaseException:
-                cache.undo(whole=True)
+            except BaseException as error:
+                cache.undo(whole=between_passes(error))
                 raise
             self.took(end - begin, time.perf_counter() - began)
             cache.end(end - begin)
@@ -195,8 +199,8 @@ class CpuForward:
         began = time.perf_counter()
         try:
             drafted, passed = decoder.propose(*wanted, threads)
-        except BaseException:
-            cache.undo(whole=True)
+        except BaseException as error:
+            cache.undo(whole=between_passes(error))
             raise
         self.took(1, (time.perf_counter() - began) / (passed - len(tokens) + 1))
         cache.end(passed)
@@ -272,8 +276,8 @@ class CpuForward:
                 recall,
                 threads,
             )
-        except BaseException:
-            cache.undo(whole=True)
+        except BaseException as error:
+            cache.undo(whole=between_passes(error))
             raise
         self.took(size, time.perf_counter() - began)
         cache.end(size)

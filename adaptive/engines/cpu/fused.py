@@ -47,13 +47,15 @@ def fits(plan: Plan) -> bool:
         all(Attention.supports(layer.heads.size, plan.dtype, plan.device) for layer in plan.layers)
         and all(linear.native for linear in plan.linears)
         and all(weight.dtype in (torch.float32, torch.bfloat16) and weight.is_contiguous() for weight in embeds)
-        and len({_gate(layer) for layer in plan.layers}) == 1
-        and _gate(plan.layers[0]) is not None
+        and len(gates := _gates(plan)) == 1
+        and None not in gates
     )
 
 
-def _gate(layer: Layer) -> Prologue | None:
-    return layer.mlp.gate.prologue
+def _gates(plan: Plan) -> set[Prologue | None]:
+    """The native gates of all layers and of their inputs; None among them for a gate that is not native."""
+    inputs = [layer.input.act for layer in plan.layers if layer.input is not None]
+    return {gate.prologue for gate in (*(layer.mlp.gate for layer in plan.layers), *inputs)}
 
 
 def decoder(plan: Plan, attentions: Sequence[Attention | None]) -> Any:
@@ -68,7 +70,7 @@ def decoder(plan: Plan, attentions: Sequence[Attention | None]) -> Any:
         head=native_linear(plan.lm_head),
         embedding=_embedding(native, plan.embed),
         final_norm=native_norm(plan.final_norm),
-        gate=int(_gate(plan.layers[0]) or 0),
+        gate=int(plan.layers[0].mlp.gate.prologue or 0),
         vocab=len(plan.embed.weight),
         softcap=plan.softcap or 0.0,
         inputs=None if plan.inputs is None else _inputs(native, plan.inputs),

@@ -20,7 +20,7 @@ import torch
 
 from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.forward import MANY, CpuForward
-from adaptive.engines.cpu.kernels import library, native_tree
+from adaptive.engines.cpu.kernels import between_passes, library, native_tree
 from adaptive.engines.protocol import ProposalCall, Proposed
 from adaptive.engines.tree import TokenTree
 from adaptive.tokens import Rows, address
@@ -88,9 +88,9 @@ def propose_together(forward: CpuForward, drafts: Sequence[Draft]) -> list[Propo
     began = time.perf_counter()
     try:
         found = decoder.propose_together(wanted, threads)
-    except BaseException:
+    except BaseException as error:
         for draft in drafts:
-            draft.cache.undo(whole=True)
+            draft.cache.undo(whole=between_passes(error))
         raise
     steps = max(passed - len(tokens) + 1 for (_, passed), tokens in zip(found, fed, strict=True))
     forward.took(len(drafts), (time.perf_counter() - began) / steps)
@@ -122,9 +122,9 @@ def _pass(forward: CpuForward, parts: Sequence[Part], count: int, logits: int) -
     began = time.perf_counter()
     try:
         decoder.together(tokens, texts, logits, threads)
-    except BaseException:
+    except BaseException as error:
         for part in parts:
-            part.cache.undo(whole=True)
+            part.cache.undo(whole=between_passes(error))
         raise
     forward.took(count, time.perf_counter() - began)
     for part in parts:

@@ -21,7 +21,7 @@ from torch import nn
 from adaptive.compiled import fingerprint
 from adaptive.engines.cpu.memory import PAGES
 from adaptive.engines.tree import TokenTree
-from adaptive.errors import first_line
+from adaptive.errors import AdaptiveError, first_line
 from adaptive.installation import build_advice, install_command
 
 NATIVE = Path(__file__).parent / "native"
@@ -140,6 +140,12 @@ def runnable() -> tuple[str, ...]:
         return ()
     flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
     return tuple(name for name, needed in LIBRARIES.items() if needed <= flags)
+
+
+def between_passes(error: BaseException) -> bool:
+    """Whether a native call that raised ``error`` has certainly ended between two passes. After some layers of a pass
+    memory may run out, or the weights of a streamed layer cannot be read (an AdaptiveError)."""
+    return not isinstance(error, (MemoryError, AdaptiveError))
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:

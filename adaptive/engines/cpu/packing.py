@@ -73,6 +73,7 @@ class Packing:
             return found
         if len(modules) == 1 and order is None:
             return of_module(modules[0], self.int8, factor)
+        assert factor == 1
         return stacked(modules, order, self.int8)
 
     def exact(self, *modules: nn.Module) -> PackedLinear:

@@ -287,7 +287,7 @@ class TransformersEngine:
         if forward is None:
             return {}
         computed = {"kernels": "" if kernels is None else kernels.name, "forward": forward.kind}
-        return {"layout": 3, "weights": self.weights, **computed}
+        return {"layout": 3, "weights": self.weights, "cache": str(forward.cache_dtype), **computed}
 
     def stored(self, sequence: Sequence) -> dict[str, torch.Tensor] | None:
         """See ``KeepsCaches``."""

@@ -118,6 +118,8 @@ class LlamaCppSequence:
         self._pointer, self._memory = self._context.pointer, self._context.memory
         self._threads = 0
         self.capacity = capacity
+        if self._context.model is not self.engine.running:  # ``renew`` was called in the meantime
+            self.renew()
         if self._context.model is self.engine.llama:
             self.engine.adapter.use(self._pointer)
         if self.states is not None:

@@ -45,8 +45,8 @@ def low_rank(folder: Path, base: LlamaModel | Base) -> dict[str, Low]:
             )
         if lora.transposed:
             raise AdaptiveError(
-                f"adapter {folder} changes the embeddings ({module}), which a GGUF adapter cannot hold where they "
-                "are tied; write the merged draft instead, or train without it"
+                f"adapter {folder} changes the embeddings ({module}), which a GGUF adapter cannot hold; "
+                "write the merged draft instead, or train without it"
             )
         b = names.reorder(module, lora.b.float() * lora.scaling)
         a = names.reorder_columns(module, lora.a.float())

@@ -72,8 +72,8 @@ def write_model(
     name: str,
     on_progress: Callable[[float], None] | None = None,
 ) -> None:
-    """Write ``model`` to ``file``, completely or not at all. ``on_progress`` is called with the share of tensors that
-    are encoded.
+    """Write ``model`` to ``file``, completely or not at all. ``on_progress`` is called with the share of the work
+    that is done: encoding the tensors is one half of it, writing them the other.
 
     Raises AdaptiveError for an unsupported architecture, rotary embedding or tokenizer, or if ``file`` cannot be
     written.
@@ -96,10 +96,12 @@ def write_model(
             for number, (title, tensor) in enumerate(tensors):
                 _add_tensor(writer, title, tensor, encoding)
                 if on_progress is not None:
-                    on_progress((number + 1) / len(tensors))
+                    on_progress((number + 1) / len(tensors) / 2)
             _finish(writer)
             files.flush(partial)
             partial.replace(file)
+            if on_progress is not None:
+                on_progress(1.0)
         finally:
             files.finished(partial)
     except OSError as error:

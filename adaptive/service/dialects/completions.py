@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -202,6 +202,14 @@ def _message(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def _token(tokenizer: PreTrainedTokenizerBase, token: int, logprob: float) -> dict[str, Any]:
-    text = str(tokenizer.decode([token]))
+    text, data = _text_of(tokenizer, token)
     # JSON has no -inf, which stands for a probability below the range of float16.
-    return {"token": text, "logprob": max(logprob, UNLIKELY), "bytes": list(text.encode("utf-8"))}
+    return {"token": text, "logprob": max(logprob, UNLIKELY), "bytes": list(data)}
+
+
+# Decoding a token takes as long as writing ten of them, and the alternatives of an answer's tokens are mostly the same.
+@lru_cache(maxsize=1 << 16)
+def _text_of(tokenizer: PreTrainedTokenizerBase, token: int) -> tuple[str, bytes]:
+    """A token's text, and the bytes of that text."""
+    text = str(tokenizer.decode([token]))
+    return text, text.encode("utf-8")

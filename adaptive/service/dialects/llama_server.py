@@ -64,12 +64,13 @@ class LlamaCompletion(RequestBody):
     grammar: GrammarText | None = None
     json_schema: dict[str, Any] | None = None
     return_tokens: bool = False
+    store: bool | None = None  # not llama.cpp's; as in OpenAI's requests
 
     def translated(self) -> CompletionRequest:
         """The request as OpenAI's completion. Raises AdaptiveError for unsupported fields."""
         self.refuse_unknown()
         same = {"stream", "stop", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"}
-        same |= {"ignore_eos", "grammar", "json_schema", "prompt"}
+        same |= {"ignore_eos", "grammar", "json_schema", "prompt", "store"}
         bias = self.logit_bias.items() if isinstance(self.logit_bias, dict) else self.logit_bias
         return CompletionRequest(
             **self.model_dump(include=same),

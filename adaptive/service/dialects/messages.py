@@ -174,6 +174,7 @@ class MessagesRequest(RequestBody):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     metadata: Metadata | None = None
+    store: bool | None = None  # not Anthropic's; as in OpenAI's requests
 
     def translated(self) -> ChatRequest:
         """The request as OpenAI's chat. Raises AdaptiveError for unsupported fields."""
@@ -198,6 +199,7 @@ class MessagesRequest(RequestBody):
                 "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
                 "reasoning_effort": self._effort(config),
                 "user": None if self.metadata is None else self.metadata.user_id,
+                "store": self.store,
                 "response_format": None
                 if wanted is None
                 else {"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted.schema_}},

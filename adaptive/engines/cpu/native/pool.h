@@ -16,8 +16,8 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 
 namespace {
@@ -40,7 +40,8 @@ class Pool {
     return *pool;
   }
 
-  // Calls body(given, share, shares) for each share.
+  // Calls body(given, share, shares) for each share. If some of them throw, all are ended first; then one of the
+  // exceptions is thrown.
   void run(void (*body)(void*, int, int), void* given, int shares) {
     if (shares <= 1 || taken_.exchange(true, std::memory_order_acquire)) {  // the pool is at work for another caller
       body(given, 0, 1);
@@ -48,7 +49,7 @@ class Pool {
     }
     try {
       for (; threads_ < shares - 1; threads_++) std::thread([this] { serve(); }).detach();
-    } catch (const std::system_error&) {  // the system gives no more threads: the existing ones do the work
+    } catch (const std::exception&) {  // no memory or no more threads: the existing ones do the work
     }
     body_ = body, given_ = given;
     done_.store(0, std::memory_order_relaxed);
@@ -65,7 +66,10 @@ class Pool {
       else
         sched_yield();
     }
+    std::exception_ptr failure;
+    std::swap(failure, failure_);
     taken_.store(false, std::memory_order_release);
+    if (failure) std::rethrow_exception(failure);
   }
 
  private:
@@ -81,7 +85,12 @@ class Pool {
     do {
       if (!has_more(state)) return false;
     } while (!state_.compare_exchange_weak(state, state + 1));
-    body_(given_, int(state & 0xffff), int(state >> 16 & 0xffff));
+    try {
+      body_(given_, int(state & 0xffff), int(state >> 16 & 0xffff));
+    } catch (...) {  // no memory, as far as known
+      std::lock_guard<std::mutex> hold(mutex_);
+      failure_ = std::current_exception();
+    }
     done_.fetch_add(1, std::memory_order_release);
     return true;
   }
@@ -115,6 +124,7 @@ class Pool {
   uint64_t jobs_ = 0;
   int threads_ = 0;
   std::mutex mutex_;
+  std::exception_ptr failure_;
   std::condition_variable wake_;
   uint64_t wakes_ = 0;
 };

@@ -33,35 +33,41 @@ struct Section {
   char* to;
 };
 
+// An open file, closed with the object.
+struct File {
+  int number;
+
+  ~File() {
+    if (number >= 0) close(number);
+  }
+};
+
 class Stream {
  public:
   // `sections` has one section for each layer, without bytes for a layer that stays in memory. `piece`: bytes of a
   // request; `readers`: requests in progress at once. The caller still owns `file`, which is duplicated.
-  Stream(int file, const std::vector<Section>& sections, int64_t piece, int readers) : file_(dup(file)), piece_(piece) {
+  Stream(int file, const std::vector<Section>& sections, int64_t piece, int readers) : file_{dup(file)}, piece_(piece) {
     for (const Section& section : sections) {
       order_.push_back(section.bytes ? int64_t(streamed_.size()) : -1);
       if (section.bytes) streamed_.push_back(section);
     }
     const int64_t count = int64_t(streamed_.size());
-    if (!count || file_ < 0 || piece < 1) throw std::invalid_argument("nothing to read");
+    if (!count || file_.number < 0 || piece < 1) throw std::invalid_argument("nothing to read");
     for (int64_t i = 0; i < count; i++) {
       int64_t apart = 1;  // layers from this one back to the one that used its buffer before
       while (streamed_[(i - apart + count) % count].to != streamed_[i].to) apart++;
       apart_.push_back(apart);
       left_.push_back(0);
     }
-    for (int i = 0; i < readers; i++) threads_.emplace_back([this] { read(); });
+    try {
+      for (int i = 0; i < readers; i++) threads_.emplace_back([this] { read(); });
+    } catch (...) {
+      end();
+      throw;
+    }
   }
 
-  ~Stream() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      ends_ = true;
-    }
-    room_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
-    close(file_);
-  }
+  ~Stream() { end(); }
 
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
@@ -89,6 +95,15 @@ class Stream {
   }
 
  private:
+  void end() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      ends_ = true;
+    }
+    room_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
   // Layers are counted over all passes, in the order of reading. Layer `begun_` is unclaimed from byte `at_` on.
   void read() {
     const int64_t count = int64_t(streamed_.size());
@@ -113,7 +128,7 @@ class Stream {
 
   std::string fill(char* to, int64_t offset, int64_t bytes) const {
     while (bytes) {
-      const ssize_t got = pread(file_, to, size_t(bytes), off_t(offset));
+      const ssize_t got = pread(file_.number, to, size_t(bytes), off_t(offset));
       if (got < 0 && errno == EINTR) continue;
       if (got < 0) return std::strerror(errno);
       if (!got) return "it is shorter than it was";
@@ -129,7 +144,7 @@ class Stream {
     if (!error_.empty()) throw ReadError("the weights on disk can no longer be read: " + error_);
   }
 
-  const int file_;
+  const File file_;
   const int64_t piece_;
   std::vector<int64_t> order_;  // by layer, its number among the streamed layers; -1 for a layer in memory
   std::vector<Section> streamed_;
