@@ -6,8 +6,10 @@ import asyncio
 import gzip
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -123,6 +125,32 @@ def test_an_answer_comes_byte_for_byte_as_without_the_proxy(stage: Make, streame
     assert record.messages[0].content == "hi"
     assert record.supervision is not None
     assert record.supervision.ids.tolist() == [[FIRST, 7], [FIRST + 1, 7], [FIRST + 2, 7]]
+
+
+def test_logging_waits_while_a_request_is_open_but_not_for_ever(stage: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    def script(heard: Heard, connection: socket.socket) -> None:
+        if b"wait" in heard.body:
+            over.wait(60)
+        say(heard, connection)
+
+    here = stage(script)
+    with ThreadPoolExecutor(1) as pool:
+        for patience_s, logged in ((60.0, 0), (0.2, 2)):  # beside the open request
+            monkeypatch.setattr("adaptive.upstream.logbook.PATIENCE_S", patience_s)
+            waiting = pool.submit(httpx.post, here.url + CHAT, json={**ASK, "user": "wait"}, timeout=60)
+            until(lambda: len(here.server.asked(CHAT)) % 2 == 1)
+            httpx.post(here.url + CHAT, json=ASK)
+            if logged:
+                here.logged(3)
+            else:
+                time.sleep(0.5)
+                assert here.book.counts["logged"] == 0
+            over.set()
+            assert waiting.result().status_code == 200
+            here.logged(2 + logged)
+            over.clear()
 
 
 def test_a_client_that_asks_for_log_probabilities_gets_its_own(stage: Make) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ logger = logging.getLogger("adaptive.upstream")
 MOST_WAITING = 50_000
 # Timeout in seconds of a request about tokens to the server. It is sent after the answer, so no client waits for it.
 ASK_S = 10.0
+# An answer is logged when no request has been open for REST_S seconds, and at the latest PATIENCE_S seconds after its
+# end. Too low: logging, and its own requests to the server, delay the next answer. Too high: more answers wait.
+REST_S, PATIENCE_S = 0.05, 2.0
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,24 @@ class Logbook:
         self._defaults: dict[str, Any] = {}
         self._waiting = 0  # tokens
         self._lock = threading.Lock()
-        self._queue: queue.Queue[Exchange | None] = queue.Queue()
+        self._queue: queue.Queue[tuple[Exchange, float] | None] = queue.Queue()  # with the time of the answer's end
+        self._open = 0  # requests of clients
+        self._quiet = threading.Event()  # set while there is none
+        self._quiet.set()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="logbook", daemon=True)
         self._thread.start()
+
+    def begins(self) -> None:
+        """A client's request has come."""
+        self._open += 1
+        self._quiet.clear()
+
+    def ends(self) -> None:
+        """A client's request has ended. ``begins`` and ``ends`` are called from one thread only."""
+        self._open -= 1
+        if not self._open:
+            self._quiet.set()
 
     def put(self, exchange: Exchange) -> None:
         """Queue an exchange for the log; returns at once."""
@@ -83,16 +102,19 @@ class Logbook:
         if full:
             self._missed("more answers came than could be logged")
         else:
-            self._queue.put(exchange)
+            self._queue.put((exchange, time.monotonic()))
 
     def close(self) -> None:
         """Log the queued exchanges, and end the thread."""
+        self._closing.set()
         self._queue.put(None)
         self._thread.join()
         self._client.close()
 
     def _run(self) -> None:
-        while (exchange := self._queue.get()) is not None:
+        while (waiting := self._queue.get()) is not None:
+            exchange, ended = waiting
+            self._rest(ended + PATIENCE_S)
             try:
                 for generation in self._generations(exchange):
                     self.writer.write(generation)
@@ -104,6 +126,12 @@ class Logbook:
                 self._missed(f"{type(error).__name__}: {error}")
             with self._lock:
                 self._waiting -= exchange.collected.tokens
+
+    def _rest(self, until: float) -> None:
+        """Wait until no request has been open for REST_S seconds, the time ``until`` has come, or the end."""
+        while not self._closing.is_set() and (left := until - time.monotonic()) > 0:
+            if self._quiet.wait(min(left, REST_S)) and not self._closing.wait(REST_S) and self._quiet.is_set():
+                return
 
     def _missed(self, reason: str) -> None:
         self.counts["missed"] += 1

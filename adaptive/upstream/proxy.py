@@ -92,6 +92,8 @@ class Proxy:
             return
         self.counts.requests += 1
         passing = _Passing(self, scope, receive, send)
+        if self.logbook is not None:
+            self.logbook.begins()
         try:
             async with self._places:
                 await passing.run()
@@ -109,6 +111,8 @@ class Proxy:
             self.counts.cut += not passing.whole
         finally:
             passing.unwatch()
+            if self.logbook is not None:
+                self.logbook.ends()
 
     def status(self) -> dict[str, Any]:
         """What has passed and what was logged, for people."""
