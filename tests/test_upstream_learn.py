@@ -94,7 +94,7 @@ def learning(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def pairs(server: Server, learning: Learning, count: int) -> list[tuple[Generation, Generation]]:
     """The newest ``count`` records of the server, each with the proxy's record of the same answer."""
-    until(lambda: learning.status["log"].get("logged", 0) + learning.status["log"].get("missed", 0) >= count)
+    until(lambda: not learning.status["log"]["waiting"])
     found = []
     for records in (server.records, next(learning.home.glob("*/records.db"))):
         with Log(records) as log:
@@ -252,7 +252,7 @@ def test_a_draft_learns_from_a_server_while_it_is_used_and_goes_into_it(
                 assert client.post("/v1/chat/completions", json=body).status_code == 200
         store = AdapterStore(next(home.glob("*/records.db")).parent / "adapters")
         until(lambda: learning.status["training"]["runs"] == 1, 400)
-        assert learning.status["log"] == {"logged": 60, "supervised": 60, "why_not": {}}
+        assert learning.status["log"] == {"logged": 60, "supervised": 60, "waiting": 0, "why_not": {}}
         (manifest,) = store.list()
         assert manifest.recent is not None
         if manifest.status != "promoted":

@@ -73,7 +73,8 @@ class Logbook:
         self._client = httpx.Client(base_url=url, timeout=ASK_S, trust_env=False)
         self._prompts: Prompts | None = None
         self._defaults: dict[str, Any] = {}
-        self._waiting = 0  # tokens
+        self.waiting = 0  # answers that are not logged yet
+        self._waiting = 0  # their tokens
         self._lock = threading.Lock()
         self._queue: queue.Queue[tuple[Exchange, float] | None] = queue.Queue()  # with the time of the answer's end
         self._open = 0  # requests of clients
@@ -99,6 +100,7 @@ class Logbook:
         with self._lock:
             full = self._waiting > MOST_WAITING
             self._waiting += 0 if full else exchange.collected.tokens
+            self.waiting += not full
         if full:
             self._missed("more answers came than could be logged")
         else:
@@ -126,6 +128,7 @@ class Logbook:
                 self._missed(f"{type(error).__name__}: {error}")
             with self._lock:
                 self._waiting -= exchange.collected.tokens
+                self.waiting -= 1
 
     def _rest(self, until: float) -> None:
         """Wait until no request has been open for REST_S seconds, the time ``until`` has come, or the end."""

@@ -117,7 +117,7 @@ class Proxy:
     def status(self) -> dict[str, Any]:
         """What has passed and what was logged, for people."""
         book = self.logbook
-        logged = None if book is None else {**book.counts, "why_not": dict(book.problems)}
+        logged = None if book is None else {**book.counts, "waiting": book.waiting, "why_not": dict(book.problems)}
         asked = self._steps[0] if self._steps else None
         return {
             "upstream": self.url,
