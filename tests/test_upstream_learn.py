@@ -94,7 +94,12 @@ def learning(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def pairs(server: Server, learning: Learning, count: int) -> list[tuple[Generation, Generation]]:
     """The newest ``count`` records of the server, each with the proxy's record of the same answer."""
-    until(lambda: not learning.status["log"]["waiting"])
+
+    def logged() -> bool:
+        log = learning.status["log"]
+        return not log["waiting"] and log.get("logged", 0) + log.get("missed", 0) >= count
+
+    until(logged)
     found = []
     for records in (server.records, next(learning.home.glob("*/records.db"))):
         with Log(records) as log:

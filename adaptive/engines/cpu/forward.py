@@ -29,6 +29,7 @@ from adaptive.engines.cpu.kernels import Attention, between_passes, library, nat
 from adaptive.engines.cpu.layers import capped_attention, sunk_attention
 from adaptive.engines.cpu.masks import FEW, MaskTable
 from adaptive.engines.cpu.plan import Heads, Layer, Plan
+from adaptive.engines.cpu.rotary import Rotations
 from adaptive.engines.cpu.sampling import CpuSampling
 from adaptive.engines.cpu.workspace import Workspace, make_workspace
 from adaptive.engines.protocol import Judgement, ProposalCall, Proposed, Thresholds, VerificationCall
@@ -66,7 +67,7 @@ class CpuForward:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._spaces: dict[tuple[Heads, int], Workspace] = {}
-        self._table_length = 0
+        self._rotations = Rotations(plan.ropes, plan.context_length, plan.device)
         self._masks = MaskTable(plan.dtype, plan.device)
         self._attentions = attentions(plan)
         # Whether a pass is one native call, for any number of tokens.
@@ -162,7 +163,7 @@ class CpuForward:
             end = min(begin + size, count)
             # The rows of logits that belong to this part's tokens.
             wanted = logits[max(0, begin - count + rows) : max(0, end - count + rows)] if parts > 1 else logits
-            rope_at, threads = rope + begin * self._rope_bytes, self.threads_for(end - begin)
+            rope_at, threads = rope + begin * self._rotations.nbytes, self.threads_for(end - begin)
             recall, began = cache.begin(end - begin), time.perf_counter()
             some, place = tokens[begin:end], address(wanted)
             try:
@@ -291,14 +292,13 @@ class CpuForward:
 
     def prepare(self, end: int, cache: CpuCache) -> int:
         """Reserve capacity for ``end`` tokens in all; returns the address of the next token's cos and sin."""
-        if end > self._table_length:
-            self._extend_tables(end)
+        self._rotations.reach(end)
         cache.ensure_capacity(end)
-        return self._rope_address + cache.length * self._rope_bytes
+        return self.rope_at(cache.length)
 
     def rope_at(self, position: int) -> int:
         """The address of a position's cos and sin, valid until the next ``prepare``."""
-        return self._rope_address + position * self._rope_bytes
+        return self._rotations.address + position * self._rotations.nbytes
 
     def threads_for(self, count: int) -> int:
         """The number of threads for the next pass, which is over ``count`` tokens."""
@@ -326,8 +326,7 @@ class CpuForward:
             tokens = nn.functional.pad(tokens, (0, -given % STEP))
             tree = None if tree is None else tree.grown([-1] * (-given % STEP))
         count = len(tokens)
-        if place + count > self._table_length:
-            self._extend_tables(place + count)
+        self._rotations.reach(place + count)
         x = plan.embed(tokens)
         inputs = None if plan.inputs is None else plan.inputs(tokens, x)
         if self._attentions is not None:
@@ -361,7 +360,7 @@ class CpuForward:
         start = cache.length
         cache.ensure_capacity(begin + len(x))
         shape = None if tree is None else native_tree(tree)
-        rope = self._rope_address + start * self._rope_bytes
+        rope = self.rope_at(start)
         recall, nets = cache.begin(given), 0
         for number, (layer, attention) in enumerate(zip(self.plan.layers, attentions, strict=True)):
             cache.hold(number, begin, x[:given])
@@ -391,11 +390,11 @@ class CpuForward:
         kinds = {(layer.window, self._space(layer.heads, count).repeats) for layer in self.plan.layers}
         masks: Mapping[tuple[int, int], torch.Tensor | None]
         if tree is None:
-            ropes = [(q.narrow(0, start, count), kv.narrow(2, start, count)) for q, kv in self._rope_tables]
+            ropes = [(q.narrow(0, start, count), kv.narrow(2, start, count)) for q, kv in self._rotations.tables]
             masks = self._masks.of(start, count, kinds)
         else:
             at = torch.tensor(tree.depths[-count:], device=x.device) + start
-            ropes = [(q.index_select(0, at), kv.index_select(2, at)) for q, kv in self._rope_tables]
+            ropes = [(q.index_select(0, at), kv.index_select(2, at)) for q, kv in self._rotations.tables]
             masks = self._masks.of_tree(start, count, tree, kinds)
         for number, layer in enumerate(self.plan.layers):
             cache.hold(number, begin, x[:given])
@@ -430,19 +429,6 @@ class CpuForward:
         if (heads, count) not in self._spaces:
             self._spaces[heads, count] = make_workspace(self.plan, heads, count)
         return self._spaces[heads, count]
-
-    @torch.inference_mode()
-    def _extend_tables(self, length: int) -> None:
-        """Compute cos and sin of the rotary embeddings for at least ``length`` positions, for each embedding as complex
-        numbers q (n, 1, 1, size / 2) and kv (2, 1, n, size / 2). The values' factor in kv is 1."""
-        self._table_length = min(max(2 * length, 2048), max(self.plan.context_length, length))
-        positions = torch.arange(self._table_length, device=self.plan.device)[None]
-        ropes = [rope.at(positions) for rope in self.plan.ropes]
-        self._rope_tables = [(r[:, None, None], torch.stack([r, torch.ones_like(r)])[:, None]) for r in ropes]
-        # The same for the native kernels: for each token the numbers (size / 2, 2) of every embedding in turn. Their
-        # address, and the bytes of one token.
-        self._cos_sin = torch.cat([torch.view_as_real(r).flatten(1) for r in ropes], 1)
-        self._rope_address, self._rope_bytes = self._cos_sin.data_ptr(), self._cos_sin[0].nbytes
 
 
 def cpu_forward(model: PreTrainedModel, int8: bool = False) -> CpuForward | None:

@@ -43,6 +43,35 @@ class Ropes:
     rotated: tuple[int, ...]
 
 
+class Rotations:
+    """The cosines and sines of a model's tables for the positions that were needed so far.
+
+    For torch's operations ``tables`` holds for each table the complex numbers q (n, 1, 1, size / 2) and kv (2, 1, n,
+    size / 2), in which the values' factor is 1. For the kernels the numbers (size / 2, 2) of all tables in turn lie at
+    ``address``, ``nbytes`` bytes for each position. ``reach`` may move all of them.
+    """
+
+    def __init__(self, tables: tuple[Table, ...], context_length: int, device: torch.device) -> None:
+        self.tables: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.address = self.nbytes = 0
+        self._length, self._context_length = 0, context_length
+        self._at, self._device = [table.at for table in tables], device
+
+    def reach(self, length: int) -> None:
+        """Compute at least the first ``length`` positions."""
+        if length > self._length:
+            self._extend(length)
+
+    @torch.inference_mode()
+    def _extend(self, length: int) -> None:
+        self._length = min(max(2 * length, 2048), max(self._context_length, length))
+        positions = torch.arange(self._length, device=self._device)[None]
+        found = [at(positions) for at in self._at]
+        self.tables = [(r[:, None, None], torch.stack([r, torch.ones_like(r)])[:, None]) for r in found]
+        self._cos_sin = torch.cat([torch.view_as_real(r).flatten(1) for r in found], 1)
+        self.address, self.nbytes = self._cos_sin.data_ptr(), self._cos_sin[0].nbytes
+
+
 def known_ropes(config: Any) -> bool:
     """Whether our forward computes a config's rotary embeddings."""
     kinds = set(_kinds(config))
