@@ -116,12 +116,8 @@ inline void embed(const Embedding& e, int64_t token, float* x) {
       x[k] = ((const float*)e.weight)[place + k] * e.factor;
       continue;
     }
-    uint32_t bits = uint32_t(((const uint16_t*)e.weight)[place + k]) << 16;
-    std::memcpy(x + k, &bits, 4);
-    x[k] *= e.factor;
-    std::memcpy(&bits, x + k, 4);
-    bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
-    if (e.factor != 1) std::memcpy(x + k, &bits, 4);
+    x[k] = widened(((const uint16_t*)e.weight)[place + k]) * e.factor;
+    if (e.factor != 1) x[k] = widened(rounded(x[k]));
   }
 }
 

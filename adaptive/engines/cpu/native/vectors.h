@@ -35,12 +35,21 @@ typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2)));
 inline Vector load(const float* x) { return at(x); }
 inline Vector load(const uint16_t* x) { return (Vector)(__builtin_convertvector(*(const Halves*)x, Words) << 16); }
 
-inline void store(float x, float* to) { *to = x; }
-inline void store(float x, uint16_t* to) {
+inline float widened(uint16_t x) {
+  const uint32_t bits = uint32_t(x) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, 4);
+  return wide;
+}
+
+inline uint16_t rounded(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
-  *to = x == x ? uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16) : 0x7fc0;
+  return x == x ? uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16) : 0x7fc0;
 }
+
+inline void store(float x, float* to) { *to = x; }
+inline void store(float x, uint16_t* to) { *to = rounded(x); }
 
 inline float total(Vector v) {
 #if defined(__AVX512F__)
