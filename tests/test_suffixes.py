@@ -92,6 +92,25 @@ def test_taking_back_leaves_what_was_there_before(steps: list[tuple[list[int], i
 
 
 @needs_compiled
+@pytest.mark.parametrize("seed", range(20))
+def test_texts_that_go_back_and_on_over_many_segments_are_followed_as_by_the_plain_index(seed: int) -> None:
+    rng, text = random.Random(seed), list[int]()
+    plain, fast = both(64)
+    for index in (plain, fast):
+        index.begin(7)
+    for _ in range(40):
+        new = [rng.randrange(5) for _ in range(rng.randrange(120))]
+        back = rng.choice([0, rng.randrange(20), rng.randrange(200)])
+        text = (text + new)[: max(0, len(text) + len(new) - back)]
+        for index in (plain, fast):
+            index.append(new)
+            index.take_back(back)
+        for end in (len(text), *(rng.randrange(len(text) + 1) for _ in range(5))):
+            assert tuple(fast.follow(text[:end])) == tuple(plain.follow(text[:end]))
+        assert len(fast) == len(plain) == len(text)
+
+
+@needs_compiled
 @settings(max_examples=200, deadline=None)
 @given(
     texts=TEXTS,

@@ -182,6 +182,7 @@ class Suffixes {
       Segment& last = *segments.back();
       if (last.size == 1 + last.repeated && last.repeated) {
         segments.pop_back();
+        next--;  // `of` finds a segment by its number
         pieces.pop_back();
         if (!segments.empty()) segments.back()->continued = false;
         continue;
