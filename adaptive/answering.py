@@ -11,7 +11,7 @@ import numpy as np
 from adaptive.caches import Conversation
 from adaptive.decoding.loop import Decoding
 from adaptive.grammar import Grammar
-from adaptive.records.features import LONGEST, Features
+from adaptive.records.features import Features, kept
 from adaptive.records.stats import learned_rounds
 from adaptive.types import Generation, Message, Round, SamplingParams, StopParams
 
@@ -106,7 +106,7 @@ class Answering:
         )
 
     def features(self) -> Features:
-        """The target's hidden states of the last tokens of the text, as many as training uses."""
+        """The target's hidden states of the part of the text that training reads."""
         sequence = self.conversation.target.sequence
-        first = max(0, sequence.length - LONGEST)
-        return Features.of(sequence.features(first, sequence.length).float().cpu().numpy(), first)
+        first, end = kept(len(self.question.prompt), sequence.length)
+        return Features.of(sequence.features(first, end).float().cpu().numpy(), first)

@@ -93,10 +93,10 @@ class HeadStep:
 
 def hidden_states(pair: Pair, said: Generation) -> Features:
     """The target's hidden states of an answer and its prompt, from one pass; its last token is not fed."""
-    from adaptive.records.features import LONGEST, Features
+    from adaptive.records.features import Features, kept
 
     sequence = pair.target.sequence(features=True)
     tokens = [*said.prompt.tolist(), *said.output[:-1].tolist()]
     sequence.extend(tokens, 0)
-    first = max(0, sequence.length - LONGEST)
-    return Features.of(sequence.features(first, sequence.length).float().cpu().numpy(), first)
+    first, end = kept(len(said.prompt), sequence.length)
+    return Features.of(sequence.features(first, end).float().cpu().numpy(), first)

@@ -3,6 +3,7 @@ head in use."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,13 @@ from transformers import DynamicCache
 from adaptive.engines.head.module import Head
 from adaptive.engines.head.parts import decoder_of, parts_of_folder
 from adaptive.errors import AdaptiveError
-from adaptive.records.features import Features, FeatureSpool
+from adaptive.records.features import LONGEST, LONGEST_ANSWER, Features, FeatureSpool, kept
 from adaptive.records.writer import LogWriter
 from adaptive.sampling import transform_logits
 from adaptive.types import Generation, SamplingParams
 from checkpoints.store import AdapterStore
-from trainers.batches import PASS_LOGITS
-from trainers.dataset import examples, read_log, split
+from trainers.batches import PASS_LOGITS, longest_output, longest_text
+from trainers.dataset import examples, held, read_log, split
 from trainers.fit import fit
 from trainers.heads import head_losses, replay_head
 from trainers.recipe import Recipe
@@ -236,3 +237,36 @@ def test_a_long_prompt_is_cut_from_the_left_with_its_features(tmp_path: Path, sp
     (all_of_it,) = replay_head(head, [whole], 2)
     assert cut.acceptance.shape == all_of_it.acceptance.shape
     assert np.abs(cut.acceptance - all_of_it.acceptance).mean() < 0.05
+
+
+def test_the_features_that_are_kept_are_those_that_training_reads(tmp_path: Path) -> None:
+    head = new_head(tmp_path)
+    head.config.max_position_embeddings = 32_768
+    for prompt, said in itertools.product([1, 2, 100, 1500, 3000, 9000], [1, 900, 1200, 3500, 20_000]):
+        known = prompt + said - 1  # the last token of an answer is not fed
+        first, end = kept(prompt, known)
+        assert end - first == min(known, LONGEST, prompt + LONGEST_ANSWER)
+        used = min(said, longest_output(head))
+        rows = min(prompt + used - 1, longest_text(head))
+        assert first <= max(
+            0, prompt - 2
+        )  # the first output token is drafted from the feature of the last token but one
+        assert first <= max(0, prompt + used - rows + 1)  # at most the first two rows of the prompt have none
+        assert end >= prompt + used - 2
+
+
+def test_features_that_begin_within_an_answer_are_not_learned_from(tmp_path: Path, spoken: list[Generation]) -> None:
+    """Earlier versions kept the last hidden states of a long answer, of which training reads the beginning."""
+    _, head = keep(tmp_path, spoken[:2]), new_head(tmp_path)
+    whole, late = examples(read_log(tmp_path / "records.db", 10), 64, FeatureSpool(tmp_path / "features", 10**9))
+    assert late.features is not None
+    states = late.features.read()
+    assert states is not None
+    begins = len(late.prompt) + 1
+    gone = Features(begins, states.values[begins:], states.scales[begins:])
+    late = replace(late, features=replace(late.features, held=gone))
+    assert [example.id for example in held([whole, late])] == [whole.id]
+    with pytest.raises(LookupError, match="begin within its output"):
+        head_losses(head, [late], "auto", 1)
+    student = HeadStudent(head, Recipe(unroll=1))
+    assert len(student.losses([whole, late], Recipe(unroll=1))) == len(whole.output)

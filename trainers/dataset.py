@@ -95,6 +95,11 @@ class Example:
     supervision: Supervision | None
     features: Spooled | None = None
 
+    def covered(self, states: HiddenStates) -> bool:
+        """Whether ``states`` begin early enough to draft every output token from them. Those of a long answer may not:
+        earlier versions kept only its last tokens."""
+        return states.first <= max(0, len(self.prompt) - 2)
+
     @property
     def replayable(self) -> bool:
         """Whether acceptance can be computed from it. A sampled token needs the target's probability of it. Constrained
@@ -293,15 +298,15 @@ def _examples(dataset: Dataset, longest: int, spool: FeatureSpool | None) -> Ite
 
 
 def held(given: Sequence[Example]) -> list[Example]:
-    """The examples whose features can be read, with these loaded into memory, so that every evaluation uses the same
-    examples. Examples without features are kept."""
+    """The examples whose features can be read and cover the output, with these loaded into memory, so that every
+    evaluation uses the same examples. Examples without features are kept."""
     found = []
     for example in given:
         if example.features is None:
             found.append(example)
             continue
         features = example.features.read()
-        if features is not None:
+        if features is not None and example.covered(features):
             found.append(replace(example, features=replace(example.features, held=features)))
     return found
 

@@ -29,14 +29,23 @@ from checkpoints import files
 # Numbers of a hidden state that share a scale (float16). In some models a few numbers are a thousand times as large as
 # the others. Too high: the others in such a block are rounded to 0. Too low: the scales take more disk.
 BLOCK = 64
-# The number of last tokens of a text whose features are kept: as many as a training pass holds (trainers/batches.py).
+# The number of a text's tokens whose features are kept: as many as a training pass holds (trainers/batches.py).
 LONGEST = 2048
+# Of an answer, training reads at most this many tokens from its beginning (trainers/batches.py).
+LONGEST_ANSWER = LONGEST // 2
 # FULL: the share of the limit that the spool takes after it has deleted its oldest files. Too high: it deletes again
 # after a few records; too low: it deletes files earlier than needed. LOOK: files written here between two scans of the
 # folder. Too high: files of other processes exceed the limit for longer; too low: every few records need a scan.
 FULL, LOOK = 0.98, 64
 ENDING = ".safetensors"
 LARGEST = 65504.0  # of float16
+
+
+def kept(prompt: int, known: int) -> tuple[int, int]:
+    """The first token and the end of those whose features are kept: LONGEST of the first ``known`` tokens of a text, up
+    to the last one of its answer that training reads. The first ``prompt`` tokens are the prompt."""
+    end = min(known, prompt + LONGEST_ANSWER)
+    return max(0, end - LONGEST), end
 
 
 @dataclass(frozen=True, eq=False)
