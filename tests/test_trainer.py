@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -26,7 +27,7 @@ from checkpoints.store import AdapterStore
 from trainers import lora
 from trainers.dataset import examples, fold, gate_share, loop_start, read_log, repeated_ngrams, split
 from trainers.per_position import position_losses
-from trainers.recipe import Recipe
+from trainers.recipe import LossName, Recipe
 from trainers.replay import acceptance_rate, replay
 from trainers.run import distill
 from trainers.sets import gather
@@ -294,6 +295,23 @@ def test_auto_takes_the_distribution_at_the_records_temperature_and_text_where_t
     temperatures = torch.tensor([1.0] * 40 + [0.7] * 40)
     torch.testing.assert_close(found[:80], kl_tv(*outcomes(logits[:80], *kept, temperatures)))
     torch.testing.assert_close(found[80:], cross_entropy(logits[80:], torch.from_numpy(spoken[1].output).long()))
+
+
+@pytest.mark.parametrize("loss", ["auto", "reverse-kl", "cross-entropy"])
+def test_tokens_that_the_draft_lacks_are_never_accepted_and_stop_no_training(
+    tmp_path: Path, log: Path, loss: LossName
+) -> None:
+    draft, known = small_draft(), VOCAB - 6  # as where a target was fine-tuned with added tokens
+    draft.resize_token_embeddings(known)
+    said = [e for e in examples(read_log(log, 1000), 64) if e.replayable]
+    assert any((e.output >= known).any() for e in said)
+    assert any((e.prompt >= known).any() for e in said)
+    for example, replayed in zip(said, replay(draft, said), strict=True):
+        assert not replayed.acceptance[0][example.output[1:] >= known].any()
+    outcome = distill(log, AdapterStore(tmp_path / "adapters"), BASE, draft, dataclasses.replace(SHORT, loss=loss))
+    assert outcome.verdict is not None
+    found = outcome.verdict.recent
+    assert found.acceptance_after.mean > found.acceptance_before.mean
 
 
 def test_too_few_records_say_how_many_there_are_and_how_many_are_needed(

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from adaptive.engines.head.kinds import HeadModule
@@ -88,10 +89,21 @@ def passes(examples: Sequence[Example], limit: int, vocab: int) -> Iterator[list
 
 
 def supervised_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """The model's logits (N, vocab) at the rows of ``batch``. The output embedding is applied only there."""
+    """The model's logits (N, vocab) at the rows of ``batch``. The output embedding is applied only there. The model
+    reads another token in place of one that it lacks, as in decoding."""
+    config: Any = model.config
+    ids = batch.ids.clamp(max=int(config.get_text_config().vocab_size) - 1)
     with _head_at(model, batch.rows) as picked:
-        logits: torch.Tensor = model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False).logits
+        logits: torch.Tensor = model(input_ids=ids, attention_mask=batch.mask, use_cache=False).logits
     return logits[0] if picked[0] else logits[batch.rows]
+
+
+def over_all_tokens(logits: torch.Tensor, examples: Sequence[Example]) -> torch.Tensor:
+    """``logits`` (N, vocab) of a draft, widened with -inf to all tokens of ``examples``: a target may have some that the
+    draft lacks, and never proposes."""
+    parts = [part for e in examples for part in (e.prompt, e.output, e.supervision.ids if e.supervision else ())]
+    lacking = max(int(np.max(part, initial=0)) for part in parts) + 1 - logits.shape[-1]
+    return torch.nn.functional.pad(logits, (0, lacking), value=-torch.inf) if lacking > 0 else logits
 
 
 @contextmanager

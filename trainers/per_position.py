@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from trainers import losses
+from trainers.batches import over_all_tokens
 from trainers.dataset import Example
 from trainers.recipe import LossName
 
@@ -21,6 +22,7 @@ def position_losses(logits: torch.Tensor, examples: Sequence[Example], name: Los
     where the draft began far from the target (docs/notes/2026-11-distillation.md). Distribution losses of
     greedy records use temperature 1. Where only text is known, the loss is cross-entropy.
     """
+    logits = over_all_tokens(logits, examples)
     soft = [e.supervision is not None and name != "cross-entropy" for e in examples]
     parts = logits.split([len(e.output) for e in examples])
     values: list[torch.Tensor | None] = [None] * len(parts)

@@ -35,7 +35,7 @@ import torch
 
 from adaptive.engines.protocol import Engine
 from adaptive.sampling import LogitsProcessor, transform_logits
-from trainers.batches import collate, longest_text, passes, supervised_logits
+from trainers.batches import collate, longest_text, over_all_tokens, passes, supervised_logits
 from trainers.dataset import Example
 
 
@@ -153,6 +153,7 @@ def replay_on(engine: Engine, examples: Sequence[Example]) -> list[Replay]:
 
 def position_acceptance(logits: torch.Tensor, example: Example) -> torch.Tensor:
     """Acceptance (n,) at every output position, from the draft's raw float32 logits (n, vocab)."""
+    logits = over_all_tokens(logits, [example])
     output = torch.from_numpy(example.output).long().to(logits.device)
     sampling = example.sampling
     if sampling.penalised or sampling.logit_bias:
