@@ -40,8 +40,8 @@ class Order:
     models: list[tuple[str, str | None, str]] = field(default_factory=list)
 
     def line(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self)) + "\n"
+        """One line of JSON. Raises ValueError for a number that JSON does not have (nan): a page could not read it."""
+        return json.dumps(asdict(self), allow_nan=False) + "\n"
 
     @classmethod
     def of(cls, line: str) -> Order:

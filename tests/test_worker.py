@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -102,6 +103,7 @@ def test_a_round_waits_until_nobody_asks_pauses_for_a_request_and_is_judged(taug
         until(lambda: "in use" in trainer.status.reason, trainer)
         trainer.idle()
         until(lambda: trainer.status.acceptance is not None, trainer)
+        assert math.isfinite(trainer.status.acceptance or 0.0)  # None, not nan, before the first evaluation
         worker = psutil.Process(worker_of(trainer))
         trainer.busy()
         assert trainer.status.activity == "paused"

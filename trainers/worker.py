@@ -150,7 +150,8 @@ def _round(settings: Settings, state: PairState, brake: Brake, tell: Callable[[R
         share = at.step / at.steps if at.steps else 0.0
         loss = at.loss if math.isfinite(at.loss) else None
         message = f"step {at.step} of at most {at.steps}"
-        tell(Report("training", message, share, loss, at.held_out_acceptance))
+        acceptance = at.held_out_acceptance if math.isfinite(at.held_out_acceptance) else None  # before the first one
+        tell(Report("training", message, share, loss, acceptance))
 
     return distill(
         state.records,
