@@ -339,7 +339,7 @@ class Assistant:
         elif conversation.draft is not None and self.pair.draft is not None:
             conversation.draft.keep_prefix_of(request.prompt)
             drafter = self._drafter(conversation.draft.sequence, self.pair.draft, sampling, processor)
-            if isinstance(drafter, Beside):
+            if isinstance(drafter, Beside) and not self.swapping:  # nothing may run on a draft that is being changed
                 drafter.begin(request.prompt)
         verifier = Verifier(sampling, processor, self._generator(target.device))
         decoding = Decoding(

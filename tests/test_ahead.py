@@ -129,6 +129,27 @@ def test_what_was_drafted_ahead_leaves_nothing_behind(
         known.rollback(len(committed) - 1)
 
 
+@pytest.mark.parametrize("advise", [None, lambda position, confidence: Advice.MORE], ids=["alone", "advised"])
+@pytest.mark.parametrize("others", [0, 1, 5])
+def test_a_right_guess_leaves_nothing_behind_when_others_make_the_next_rounds(
+    models: tuple[TransformersEngine, TransformersEngine], others: int, advise: Any
+) -> None:
+    """History, say, drafts them, or nobody: nothing is rolled back then."""
+    draft, committed = models[1], list(PROMPT)
+    ahead = drafter_of(GuessAhead, draft, GREEDY, VOCAB)
+    proposal = ahead.propose(committed, 3)
+    assert proposal is not None
+    committed += proposal.tokens
+    committed.append(int(draft.sequence().extend(committed, 1).argmax()))  # what the draft guesses
+    ahead.rollback(len(committed) - 1)
+    assert ahead.drafter.sequence.length > len(committed)
+    committed += [6, 5, 4, 3, 2][:others]
+    found = ahead.drafter.propose(committed, 3, advise)
+    assert found is not None
+    fresh = drafter_of(GuessAhead, draft, GREEDY, VOCAB).drafter.propose(committed, 3, advise)
+    assert list(found.tokens) == list(fresh.tokens)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.3, seed=4)], ids=["greedy", "seed"])
 def test_whatever_the_target_says_the_next_proposal_is_the_same(
@@ -305,3 +326,21 @@ def test_conversations_go_on_behind_what_was_drafted_ahead(streamed: Pair, adapt
     assert said[0] == said[1]
     drafted = [one.last.accepted for one in (once, anew) if one.last is not None]
     assert drafted[0] == drafted[1]
+
+
+def test_nothing_is_drafted_ahead_on_a_draft_that_is_being_changed(streamed: Pair, tmp_path: Path) -> None:
+    """An answer may begin in the middle of a swap, whose parts change the weights between the rounds of another."""
+    draft = streamed.draft
+    assert draft is not None
+    assistant = Assistant(streamed, FixedLength(24, True), None)
+    assistant.between_rounds = lambda: not assistant.swapping
+    assistant.begin_swap("0001", save_random_adapter(BUNDLED / "draft", tmp_path / "adapter"))
+    try:
+        steps = assistant.chat([Message("user", "Count.")], GREEDY, StopParams(max_new_tokens=4, ignore_eos=True))
+        assert len(list(steps)) == 4
+        assert assistant.last is not None
+        assert isinstance(assistant.last.drafter, Beside)
+        assert assistant.last.drafter.ahead_s == 0.0
+    finally:
+        assistant.finish_swap()
+        draft.apply_adapter(None)

@@ -53,10 +53,13 @@ class GuessAhead(ModelDrafter):
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
         """See ``ModelDrafter``; the beginning may be drafted already. Nothing is drafted ahead if there is an
         ``advise``, or if the logits processor is active, since the verifier uses that at the same time."""
-        if advise is not None or self._adjusts:
-            self._ahead, self._rows = [], []
+        anew = advise is not None or self._adjusts
+        guessed = not anew and self._guessed(committed)
+        if not guessed:  # the guess may have come true, but others drafted the rounds since
+            self.sequence.rollback(min(self.sequence.length, len(self._text)))
+        if anew:
             return self._proposed(committed, super().propose(committed, length, advise), 0)
-        ready, rows = (self._ahead[1:], self._rows[1:]) if self._guessed(committed) else ([], [])
+        ready, rows = (self._ahead[1:], self._rows[1:]) if guessed else ([], [])
         tokens, rows = ready[:length], rows[:length]
         if len(tokens) < length:
             more = super().propose([*committed, *tokens], length - len(tokens))
