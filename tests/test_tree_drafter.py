@@ -63,6 +63,19 @@ def test_its_nodes_are_the_likeliest_texts(models: tuple[TransformersEngine, Tra
     TokenTree().grown(found.parents)  # parents come first
 
 
+def test_answers_at_once_get_trees_too() -> None:
+    """Where the engine makes chains for several answers in one call, which it does not for trees."""
+    pair = load_pair(load_settings({"dtype": "float32"}))
+    draft = pair.draft
+    assert isinstance(draft, TransformersEngine)
+    if draft.cpu_forward is None:
+        pytest.skip("the kernels were not built")
+    with pytest.raises(StopIteration) as ended:  # it asks for no call that others share
+        next(drafter_of(draft, GREEDY, draft.vocab_size).making(PROMPT, 8))
+    assert ended.value.value == drafter_of(draft, GREEDY, draft.vocab_size).propose(PROMPT, 8)
+    assert ended.value.value.parents is not None
+
+
 def test_it_goes_on_from_what_was_committed(models: tuple[TransformersEngine, TransformersEngine]) -> None:  # noqa: F811
     """Whatever was drafted before, since its cache holds committed tokens only."""
     draft = models[1]

@@ -12,6 +12,7 @@ import torch
 
 from adaptive.control.policy import Adviser
 from adaptive.drafting.model import ModelDrafter
+from adaptive.drafting.protocol import Making
 from adaptive.drafting.proposal import Proposal
 from adaptive.sampling import transform_logits
 from adaptive.types import TREE
@@ -32,6 +33,12 @@ class TreeDrafter(ModelDrafter):
         if self._adjusts:
             return super().propose(committed, length, advise)
         return self._grown(committed, length).proposal()
+
+    def making(self, committed: list[int], length: int, advise: Adviser | None = None) -> Making:
+        """As ``propose``; several answers' trees are made one after the other."""
+        if self._adjusts:
+            return (yield from super().making(committed, length, advise))
+        return self.propose(committed, length, advise)
 
     def _grown(self, committed: list[int], length: int, known: Tree | None = None) -> Tree:
         """The tree of the best nodes after the text, part of which may be ``known``."""
