@@ -127,10 +127,11 @@ class SupervisionBuffer:
 
 def _rows(parts: Sequence[Any], first: int, count: int) -> torch.Tensor:
     """Rows ``first`` up to ``count`` of the concatenated parts (tensors, arrays or lists), on the CPU. Other rows are
-    not copied."""
+    not copied. All tensors are on one device, from which they are copied together."""
+    device = next((part.device for part in parts if isinstance(part, torch.Tensor)), None)
     wanted, begins = [], 0
     for part in parts:
         if begins < count and begins + len(part) > first:
-            wanted.append(torch.as_tensor(part[max(0, first - begins) : count - begins]))
+            wanted.append(torch.as_tensor(part[max(0, first - begins) : count - begins], device=device))
         begins += len(part)
     return torch.cat(wanted).cpu()

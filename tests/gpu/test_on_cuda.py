@@ -172,6 +172,12 @@ def test_a_command_answers_over_recorded_passes_of_a_draft_and_of_a_head(adaptiv
         )
 
 
+def test_an_answer_drafted_in_trees_is_logged(adaptive: Command) -> None:
+    """The prompt's round keeps its probability on the device, rounds of trees keep theirs as numbers."""
+    drawn = ["--device", "cuda:0", "--temperature", "0.7", "--draft-length", "tree:8", "--max-new-tokens", "40"]
+    assert adaptive("generate", "Hello", *drawn)[0] == 0
+
+
 def test_a_draft_beside_on_the_processor_proposes_for_a_target_on_the_device(adaptive: Command) -> None:
     named = ["--temperature", "0", "--max-new-tokens", "40", "--no-record", "--dtype", "float32"]
     ways = [("cuda:0", "cpu"), ("cpu", "cuda:0"), ("cuda:0", "cuda:0")]
