@@ -12,8 +12,8 @@ import torch
 
 from adaptive.control.policy import Adviser
 from adaptive.drafting.model import ModelDrafter
-from adaptive.drafting.protocol import Making
 from adaptive.drafting.proposal import Proposal
+from adaptive.drafting.protocol import Making
 from adaptive.sampling import transform_logits
 from adaptive.types import TREE
 
