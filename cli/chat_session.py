@@ -172,7 +172,10 @@ class Chat:
 
         last = self.opened.assistant.last
         messages = self.talk.messages
-        if last is None or last.finish_reason != "length" or not messages or messages[-1].content != last.text:
+        latest = messages[-1] if messages else None
+        if last is None or last.finish_reason != "length" or latest is None or latest.role != "assistant":
+            raise AdaptiveError("the last answer was not cut")
+        if not latest.content.endswith(last.text):  # before it the message has what this answer continued
             raise AdaptiveError("the last answer was not cut")
         steps = self.opened.assistant.answer(
             [*last.request.prompt, *last.output],

@@ -23,6 +23,7 @@ from adaptive.control.policy import FixedLength, Scope
 from adaptive.errors import AdaptiveError
 from adaptive.opened import OpenedPair
 from adaptive.records.erase import erase_beside
+from adaptive.records.log import Log
 from adaptive.service.trainer import Trainer
 from adaptive.settings import load_settings
 from adaptive.types import Message
@@ -248,9 +249,13 @@ def test_commands_change_what_they_say(opened: OpenedPair, tmp_path: Path) -> No
 
 
 def test_an_answer_that_was_cut_goes_on_as_if_it_had_not_been(opened: OpenedPair) -> None:
-    cut, _ = played(opened, "What?\r/more\r")
-    whole, _ = played(opened, "What?\r", max_new_tokens=12)
+    cut, _ = played(opened, "What?\r/more\r/more\r")
+    whole, _ = played(opened, "What?\r", max_new_tokens=18)
     assert cut.talk.messages == whole.talk.messages
+    assert opened.assistant.log is not None
+    assert opened.assistant.log.flush()
+    with Log(opened.state.records) as log:
+        assert log.session_messages(cut.name) == tuple(cut.talk.messages)
 
 
 def test_a_conversation_that_no_longer_fits_forgets_its_oldest_turns_if_that_is_wanted(

@@ -252,6 +252,30 @@ def test_an_answer_is_deleted_with_the_later_chats_that_hold_it(path: Path) -> N
         assert log.purge(ids=()) == 0
 
 
+def test_an_answer_that_was_continued_is_one_message_of_the_chat_and_is_deleted_with_its_continuations(
+    path: Path,
+) -> None:
+    def chat(*said: str) -> tuple[Message, ...]:
+        return tuple(Message(("user", "assistant")[n % 2], text) for n, text in enumerate(said))
+
+    chats = (
+        (chat("what?"), "A"),  # cut
+        (chat("what?", "A"), "B"),  # continued, and cut again
+        (chat("what?", "AB"), "C"),
+        (chat("what?", "ABC", "and?"), "D"),
+        (chat("what?"), "A bit."),  # another answer
+        (chat("what?", "A bit.", "and?"), "E"),
+    )
+    filled(path, [replace(generation(session="s", text=text), messages=messages) for messages, text in chats])
+    with Log(path) as log:
+        assert [log.holders(number) for number in (1, 2, 3, 4, 5)] == [(2, 3, 4), (3, 4), (4,), (), (6,)]
+        assert log.purge(ids={4, 5, 6}) == 3
+        assert log.session_messages("s") == chat("what?", "ABC")
+        export_jsonl(log, path.parent / "log.jsonl")
+    last = json.loads((path.parent / "log.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    assert [m["content"] for m in last["messages"]] == ["what?", "ABC"]
+
+
 def test_purge_needs_a_choice(path: Path) -> None:
     with pytest.raises(ValueError, match="purge needs"):
         Log(path).purge()

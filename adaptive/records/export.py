@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from adaptive.errors import AdaptiveError
 from adaptive.records.log import Log, LoggedGeneration
+from adaptive.records.rows import answered
 from adaptive.types import Message
 
 
@@ -98,7 +99,7 @@ def _write_lines(log: Log, lines: IO[str]) -> int:
 def _conversation(logged: LoggedGeneration) -> list[dict[str, str]]:
     generation = logged.generation
     asked = generation.messages or (Message("user", generation.prompt_text),)
-    return [asdict(message) for message in (*asked, Message("assistant", generation.text))]
+    return [asdict(message) for message in answered(asked, generation.text)]
 
 
 def _rows(path: str, with_supervision: bool) -> Iterator[dict[str, Any]]:

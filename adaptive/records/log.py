@@ -24,6 +24,7 @@ from adaptive.records.figures import FiguresTable, is_packed
 from adaptive.records.recover import Place, abandon, remove
 from adaptive.records.rows import (
     DamagedRecordError,
+    answered,
     beginning,
     generation_of,
     messages_of,
@@ -201,7 +202,7 @@ class Log:
             )
             for messages, text in rows:
                 with suppress(DamagedRecordError):  # if damaged, continue with the generation before
-                    return (*messages_of(messages), Message("assistant", text))
+                    return answered(messages_of(messages), text)
         return ()
 
     def sessions(self) -> tuple[Session, ...]:
@@ -309,9 +310,17 @@ class Log:
             row = connection.execute("SELECT messages, text FROM generations WHERE id = ?", (number,)).fetchone()
             if row is None or row[0] == "[]":
                 return ()
-            begins = beginning(messages_of(row[0]), row[1])
-            query = "SELECT id FROM generations WHERE id > ? AND substr(messages, 1, ?) = ? ORDER BY id"
-            return tuple(found[0] for found in connection.execute(query, (number, len(begins), begins)))
+            chats, found = [answered(messages_of(row[0]), row[1])], set[int]()
+            query = (
+                "SELECT id, length(messages) - ?1, text FROM generations WHERE id > ?2 AND substr(messages, 1, ?1) = ?3"
+            )
+            for chat in chats:
+                begins = beginning(chat)
+                for holder, more, text in connection.execute(query, (len(begins), number, begins)).fetchall():
+                    if more == 1 and holder not in found:  # it continues this answer; later chats hold both as one
+                        chats.append(answered(chat, text))
+                    found.add(holder)
+            return tuple(sorted(found))
 
     def purge(
         self,

@@ -262,9 +262,17 @@ def messages_of(text: str) -> tuple[Message, ...]:
         raise DamagedRecordError(f"the messages of a record are damaged ({error})") from error
 
 
-def beginning(messages: tuple[Message, ...], answer: str) -> str:
-    """The beginning of the ``messages`` column of any chat that continues after ``messages`` and their ``answer``."""
-    return _messages_json((*messages, Message("assistant", answer)))[:-1] + ","
+def answered(messages: tuple[Message, ...], answer: str) -> tuple[Message, ...]:
+    """The chat ``messages`` with the ``answer`` to them, which continues the last message if that is an assistant's."""
+    if messages and messages[-1].role == "assistant":
+        return (*messages[:-1], Message("assistant", messages[-1].content + answer))
+    return (*messages, Message("assistant", answer))
+
+
+def beginning(messages: tuple[Message, ...]) -> str:
+    """The beginning of the ``messages`` column of any chat that begins with ``messages``; the whole column if it adds
+    only a closing bracket."""
+    return _messages_json(messages)[:-1]
 
 
 def _messages_json(messages: tuple[Message, ...]) -> str:
