@@ -127,6 +127,24 @@ def test_a_model_that_cannot_be_taken_back_decodes_plainly_and_says_so(tmp_path:
     assert greedy.say(turn, 8) == alone(model, turn, 8)
 
 
+def test_a_prompt_that_comes_in_slices_is_one_pass_of_a_model_that_decodes_plainly() -> None:
+    model, passes = tiny_model("deepseek_v32"), []
+    handle = model.register_forward_pre_hook(lambda *_: passes.append(1))
+    prompt, once, sliced = prompt_of(40), *(PlainSequence(model, torch.device("cpu"), "past_key_values") for _ in "ab")
+    whole = once.extend(prompt, 2)
+    assert len(passes) == 2
+    for slice_of in (prompt[:16], prompt[16:30], [5, 6, 7]):
+        assert sliced.extend(slice_of, 0).shape == (0, whole.shape[1])
+    assert sliced.length == 33
+    sliced.rollback(30)
+    assert torch.equal(sliced.extend(prompt[30:], 2), whole)
+    assert len(passes) == 4
+    handle.remove()
+    sliced.extend([5], 0)
+    sliced.rollback(20)
+    assert sliced.length == 0
+
+
 def test_a_tensor_that_a_cache_holds_by_two_names_is_counted_once() -> None:
     sequence = PlainSequence(tiny_model("deepseek_v32"), torch.device("cpu"), "past_key_values")
     sequence.extend(prompt_of(20), 1)

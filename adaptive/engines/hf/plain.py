@@ -1,7 +1,8 @@
 """A text in the cache that transformers itself makes, for models whose passes cannot be rolled back here.
 
-Every pass is one of transformers' ``generate``: the prompt at once, then one token at a time. A rollback computes the
-whole text again. So does every token if the model returns no cache, or a cache without the right length.
+Every pass is one of transformers' ``generate``: the prompt at once, however it is sliced, then one token at a time. A
+rollback computes the whole text again. So does every token if the model returns no cache, or a cache without the right
+length.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class PlainSequence:
         self.model = model
         self.device = device
         self.cache_name = cache_name
-        self._tokens: list[int] = []
+        self._tokens: list[int] = []  # those that were fed
+        self._waiting: list[int] = []  # those after them, of which no logits were wanted yet
         self._cache: Any = None
         self._config = GenerationConfig(
             max_new_tokens=1, do_sample=False, use_cache=True, output_logits=True, return_dict_in_generate=True
@@ -35,8 +37,8 @@ class PlainSequence:
 
     @property
     def length(self) -> int:
-        """Tokens fed."""
-        return len(self._tokens)
+        """Tokens of the text."""
+        return len(self._tokens) + len(self._waiting)
 
     @property
     def memory(self) -> Memory:
@@ -52,10 +54,14 @@ class PlainSequence:
         """Append n tokens and return logits (rows, vocab) of the last rows; see the protocol."""
         if parents is not None:
             raise no_trees("a model that decodes plainly")
-        new = as_tensor(tokens).tolist()
-        first = 1 if self._tokens else max(1, len(new) - max(rows, 1) + 1)
+        new = [*self._waiting, *as_tensor(tokens).tolist()]
+        if not rows:
+            self._waiting = new
+            return torch.empty(0, self.model.config.get_text_config().vocab_size, device=self.device)
+        self._waiting = []
+        first = 1 if self._tokens else max(1, len(new) - rows + 1)
         logits = [self._feed(new[:first]), *(self._feed([token]) for token in new[first:])]
-        return torch.cat(logits[len(logits) - rows :]) if rows else logits[0][:0]
+        return torch.cat(logits[len(logits) - rows :])
 
     def _feed(self, new: list[int]) -> torch.Tensor:
         """Append tokens. Returns logits (1, vocab) of the last one."""
@@ -79,7 +85,8 @@ class PlainSequence:
         NO_TREE.check(path)
 
     def rollback(self, length: int) -> None:
-        """Drop all tokens if ``length`` is less than what is held; the caller feeds the text again."""
+        """Drop all tokens if ``length`` is less than what was fed; the caller feeds the text again."""
+        del self._waiting[max(0, length - len(self._tokens)) :]
         if length < len(self._tokens):
             self._tokens, self._cache = [], None
 
