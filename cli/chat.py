@@ -66,6 +66,9 @@ def chat(
                 converse(under_way, question)
         else:
             under_way.ask(question or "")
+            last = opened.assistant.last
+            if last is not None and last.finish_reason == "cancelled":  # ctrl-C: what reads the answer must not go on
+                raise typer.Exit(130)
 
 
 def converse(chat: Chat, question: str | None = None) -> None:

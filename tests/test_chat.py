@@ -248,6 +248,13 @@ def test_commands_change_what_they_say(opened: OpenedPair, tmp_path: Path) -> No
     assert not opened.state.typed.exists()
 
 
+def test_statistics_stay_out_of_the_answers(opened: OpenedPair, capsys: pytest.CaptureFixture[str]) -> None:
+    """Standard output may be a file for the answers while the conversation is on a terminal."""
+    _, said = played(opened, "What?\rAnd?\rWhy?\r/stats\r")
+    assert "tokens drafted a round" in said
+    assert "tokens drafted a round" not in capsys.readouterr().out
+
+
 def test_an_answer_that_was_cut_goes_on_as_if_it_had_not_been(opened: OpenedPair) -> None:
     cut, _ = played(opened, "What?\r/more\r/more\r")
     whole, _ = played(opened, "What?\r", max_new_tokens=18)
@@ -319,6 +326,26 @@ def test_a_pipe_is_one_question_and_only_the_answer_is_written(
     monkeypatch.setattr(sys, "stdin", io.StringIO("word " * 3000))
     assert run_and_exit(run) == 2
     assert "shorten" in capsys.readouterr().err
+
+
+def test_a_pipe_that_is_interrupted_ends_with_that_status(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cli.main import run
+
+    class Interrupting(io.StringIO):
+        def write(self, text: str) -> int:
+            if text.strip():
+                signal.raise_signal(signal.SIGINT)
+            return super().write(text)
+
+    model = save_model_that_says("four words of it", tmp_path_factory.mktemp("says"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Explain this"))
+    monkeypatch.setattr(sys, "stdout", Interrupting())
+    arguments = ["chat", "--target", str(model), "--dtype", "float32", "--distill", "off"]
+    monkeypatch.setattr(sys, "argv", ["adaptive", *arguments])
+    assert run_and_exit(run) == 130
+    assert sys.stdout.getvalue().strip() in "four words of it"  # type: ignore[attr-defined]
 
 
 def run_and_exit(run: Callable[[], None]) -> int:
