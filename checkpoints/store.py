@@ -431,8 +431,18 @@ class AdapterStore:
 
 
 def training_seconds(store: AdapterStore) -> float:
-    """Seconds of training of all adapters in the store, rejected ones included."""
-    return sum(manifest.train_seconds for manifest in store.list())
+    """Seconds of training of all adapters in the store, rejected ones included.
+
+    An adapter that was not judged comes from a run that was stopped. Its seconds include those of the runs that it
+    continued, and are part of those of the run that continues it.
+    """
+    total = since = 0.0
+    for manifest in store.list():
+        if manifest.recent is None:
+            since = max(since, manifest.train_seconds)
+        else:
+            total, since = total + manifest.train_seconds, 0.0
+    return total + since
 
 
 def _number(name: str) -> int:

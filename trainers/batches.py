@@ -99,8 +99,8 @@ def supervised_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def over_all_tokens(logits: torch.Tensor, examples: Sequence[Example]) -> torch.Tensor:
-    """``logits`` (N, vocab) of a draft, widened with -inf to all tokens of ``examples``: a target may have some that the
-    draft lacks, and never proposes."""
+    """``logits`` (N, vocab) of a draft, widened with -inf to all tokens of ``examples``: a target may have some that
+    the draft lacks and never proposes."""
     parts = [part for e in examples for part in (e.prompt, e.output, e.supervision.ids if e.supervision else ())]
     lacking = max(int(np.max(part, initial=0)) for part in parts) + 1 - logits.shape[-1]
     return torch.nn.functional.pad(logits, (0, lacking), value=-torch.inf) if lacking > 0 else logits

@@ -54,8 +54,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Fit:
-    """The result of training. ``best`` is the state with the highest held-out ``acceptance``, None if
-    nothing was evaluated yet; ``stopped`` is True if the run was stopped early."""
+    """The result of training. ``best`` is the state with the highest held-out ``acceptance``; ``stopped`` is True if
+    the run was stopped early. ``best`` is None if nothing was evaluated yet, or if a continued run was stopped before
+    it found a better state than the run before had kept."""
 
     best: AdapterState | None
     acceptance: float
@@ -88,6 +89,7 @@ def fit(
     begun = state.load(weights, optimizer) if state else None
     now = begun or Standing(next_evaluation=1 / recipe.evaluations)
     clock, stopped = _Clock(recipe, _steps(len(train), recipe), now), False
+    known = now.best_step if begun else None  # of a run that is continued, the state that the last one left
     try:
         student.begin(train, stop, resumed=begun is not None)
         for batch in islice(_batches(train, recipe), now.step, None):
@@ -110,7 +112,8 @@ def fit(
                 break
     except Stopped:
         stopped = True
-    return Fit(now.best, now.best_acceptance, now.best_step, now.step, clock.elapsed, stopped)
+    news = not stopped or now.best_step != known
+    return Fit(now.best if news else None, now.best_acceptance, now.best_step, now.step, clock.elapsed, stopped)
 
 
 def _groups(model: torch.nn.Module, recipe: Recipe) -> list[dict[str, Any]]:

@@ -54,7 +54,7 @@ class TrainingState:
     def last_id(self) -> int | None:
         """The last record id that the interrupted run read from the log; None if there is no run to continue."""
         meta = self._meta()
-        return None if meta is None else int(meta["last_id"])
+        return None if meta is None else meta["last_id"]
 
     def begin(self, made_of: Iterable[object], examples: Sequence[Example], last_id: int) -> bool:
         """Set ``key`` from these choices and examples, of a log that was read up to ``last_id``. Returns whether the
@@ -67,24 +67,33 @@ class TrainingState:
         return meta is not None and meta["key"] == self.key
 
     def load(self, weights: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> Standing | None:
-        """Restore weights and optimiser; None if the file has no state of this run."""
+        """Restore weights and optimiser; None if the file has no state of this run, or one that is damaged or of
+        other shapes (an earlier version's, say): nothing is restored then."""
         meta = self._meta()
         if meta is None or meta["key"] != self.key:
             return None
-        state: dict[int, dict[str, torch.Tensor]] = {}
-        best: dict[str, torch.Tensor] = {}
-        with safe_open(self.path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - no mapping
-                part, _, rest = name.partition("/")
-                if part == "weight":
-                    weights[int(rest)].data.copy_(file.get_tensor(name))
-                elif part == "optimizer":
-                    number, _, moment = rest.partition("/")
-                    state.setdefault(int(number), {})[moment] = file.get_tensor(name)
-                else:
-                    best[rest] = file.get_tensor(name)
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-        return Standing(**meta["standing"], best=best or None)
+        parts: dict[str, dict[str, torch.Tensor]] = {"weight": {}, "optimizer": {}, "best": {}}
+        try:
+            with safe_open(self.path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 - no mapping
+                    part, _, rest = name.partition("/")
+                    parts[part][rest] = file.get_tensor(name)
+            standing = Standing(**meta["standing"], best=parts["best"] or None)
+            held = [parts["weight"][str(index)] for index in range(len(weights))]
+            moments: dict[int, dict[str, torch.Tensor]] = {}
+            for name, value in parts["optimizer"].items():
+                number, _, moment = name.partition("/")
+                moments.setdefault(int(number), {})[moment] = value
+            of_weights = [(value, weights[number]) for number, one in moments.items() for value in one.values()]
+        except (OSError, SafetensorError, KeyError, ValueError, IndexError, TypeError):
+            return None
+        fits = all(one.shape == weight.shape for one, weight in zip(held, weights, strict=True))
+        if not fits or any(value.dim() and value.shape != weight.shape for value, weight in of_weights):
+            return None
+        for weight, value in zip(weights, held, strict=True):
+            weight.data.copy_(value)
+        optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+        return standing
 
     def save(self, standing: Standing, weights: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         """Replace the file atomically; with several processes, only the first one writes."""
@@ -119,6 +128,6 @@ class TrainingState:
         try:
             with safe_open(self.path, "pt") as file:
                 meta: dict[str, Any] = json.loads((file.metadata() or {})["round"])
-        except (OSError, SafetensorError, KeyError, ValueError):
+            return {"key": meta["key"], "last_id": int(meta["last_id"]), "standing": meta["standing"]}
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError):
             return None  # no run was interrupted, or its state is unusable
-        return meta
