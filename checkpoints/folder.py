@@ -23,6 +23,10 @@ class DamagedAdapter(AdaptiveError):  # noqa: N818 - the thing that is damaged i
     """A file of an adapter is missing or differs from the published one."""
 
 
+class UnreadableAdapter(DamagedAdapter):
+    """A file of an adapter cannot be read now: too many open files, no permission, a network disk that is away."""
+
+
 def check_written(folder: Path, kind: Kind = "lora") -> None:
     """Raise AdaptiveError unless ``folder`` has a PEFT adapter, or a head, whose tensors can be opened."""
     from safetensors import SafetensorError, safe_open
@@ -50,7 +54,7 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise DamagedAdapter(f"adapter {name} is damaged: {MANIFEST} is missing from {folder}") from None
     except OSError as error:
-        raise DamagedAdapter(f"adapter {name}: {MANIFEST} in {folder} cannot be read ({error.strerror})") from error
+        raise UnreadableAdapter(f"adapter {name}: {MANIFEST} in {folder} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedAdapter(f"adapter {name} is damaged: {MANIFEST} in {folder} is not a manifest") from error
     known = manifest.status in get_args(Status) and manifest.kind in FILES
@@ -68,7 +72,7 @@ def verify_folder(folder: Path) -> Manifest:
         except FileNotFoundError:
             raise DamagedAdapter(f"adapter {folder.name} is damaged: {file} is missing from {folder}") from None
         except OSError as error:
-            raise DamagedAdapter(
+            raise UnreadableAdapter(
                 f"adapter {folder.name}: {file} in {folder} cannot be read ({error.strerror})"
             ) from error
         if actual != digest:

@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,10 +28,18 @@ from typing import Any
 
 from checkpoints import files
 from checkpoints.errors import AdaptiveError
-from checkpoints.folder import MANIFEST, DamagedAdapter, check_destination, check_written, read_manifest, verify_folder
+from checkpoints.folder import (
+    MANIFEST,
+    DamagedAdapter,
+    UnreadableAdapter,
+    check_destination,
+    check_written,
+    read_manifest,
+    verify_folder,
+)
 from checkpoints.manifest import BaseDraft, HeldOut, Kind, Manifest, Status, TrainedOn
 
-__all__ = ["AdapterStore", "DamagedAdapter", "NewAdapter", "training_seconds"]
+__all__ = ["AdapterStore", "DamagedAdapter", "InUseChanged", "NewAdapter", "training_seconds"]
 
 CURRENT = "CURRENT"
 PREVIOUS = "PREVIOUS"
@@ -47,6 +55,10 @@ _ID = re.compile(r"\d{4,}$")
 _NUMBERED = re.compile(r"(\d{4,})(\.damaged.*)?$")
 
 Lines = list[str]  # ``AdapterStore.list`` hides the builtin inside the class
+
+
+class InUseChanged(AdaptiveError):  # noqa: N818 - an event that callers expect
+    """Another adapter is in use than the one that a change was meant for. Nothing was changed."""
 
 
 @dataclass(frozen=True)
@@ -176,14 +188,19 @@ class AdapterStore:
             if folder is not None:
                 files.finished(folder)
 
-    def promote(self, name: str, reason: str) -> Manifest:
-        """Put an adapter in use. The previous one is kept, and a rollback returns to it.
+    def promote(self, name: str, reason: str, over: Collection[str | None] | None = None) -> Manifest:
+        """Put an adapter in use. The previous one is kept, and a rollback returns to it. ``over``: the ids (None: the
+        plain draft) of which one must be in use.
 
-        Raises DamagedAdapter if it is not whole, AdaptiveError for an unknown id.
+        Raises DamagedAdapter if it is not whole, AdaptiveError for an unknown id, InUseChanged if another is in use.
         """
         name = self.verify(name).id
         with self._changing():
             before = self.current_id()
+            if over is not None and before not in over:
+                raise InUseChanged(
+                    f"adapter {before or 'none'} has come into use meanwhile; {name} does not replace it"
+                )
             promoted = self._write_status(name, "promoted", reason)
             if before != name:
                 # ``name`` keeps its place in PREVIOUS until CURRENT has changed; readers skip it.
@@ -200,14 +217,17 @@ class AdapterStore:
                 raise AdaptiveError(f"adapter {name} is in use; `adaptive adapters rollback` takes it out of use")
             return self._write_status(name, "rejected", reason)
 
-    def rollback(self, reason: str) -> Manifest | None:
-        """Take the adapter in use out of use and return to the last whole one before it.
+    def rollback(self, reason: str, of: str | None = None) -> Manifest | None:
+        """Take the adapter in use out of use and return to the last whole one before it. ``of``: the id that must be in
+        use.
 
         Returns the manifest of that one, None for the plain draft. Raises AdaptiveError
-        if no adapter is in use.
+        if no adapter is in use, InUseChanged if another is.
         """
         with self._changing():
             before = self.current_id()
+            if of is not None and before != of:
+                raise InUseChanged(f"adapter {before or 'none'} has come into use meanwhile; {of} is in use no more")
             if before is None:
                 raise AdaptiveError(f"no adapter is in use in {self.root}; there is nothing to roll back")
             with suppress(DamagedAdapter):  # the folder or its manifest is missing: there is no status to write
@@ -219,7 +239,7 @@ class AdapterStore:
         """The adapter to load at a start, and one line for each problem found. Never raises for damage.
 
         A damaged adapter is set aside as ``0007.damaged`` and the last good one comes into use, or the
-        plain draft. An adapter of other weights than ``base`` is not used; None skips this check.
+        plain draft. Instead of one that cannot be read these are returned, and nothing is changed. An adapter of other weights than ``base`` is not used; None skips this check.
         """
         problems: Lines = []
         refused: set[str] = set()
@@ -230,6 +250,11 @@ class AdapterStore:
         while current is not None:
             try:
                 manifest = self.verify(current)
+            except UnreadableAdapter as problem:  # it may be whole, and readable a moment later
+                refused.add(current)
+                current = next((one for one in self._fallbacks(current) if one not in refused), None)
+                problems.append(f"{problem}; {_instead(current)}")
+                continue
             except AdaptiveError as damage:
                 refused.add(current)
                 current, aside = self._set_aside(current, refused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from adaptive.promotions import (
     seconds_a_token,
 )
 from adaptive.records.log import Log
-from adaptive.service.gains import why_not
+from adaptive.service.gains import Gains, why_not
 from adaptive.types import Generation, Round
 from checkpoints.manifest import HeldOut, Interval
 from checkpoints.store import AdapterStore
@@ -88,8 +89,6 @@ def test_a_promotion_is_foreseen_and_checked_and_both_are_kept(
     caplog.set_level("INFO")
     store = AdapterStore(taught.state.adapters)
     recent = held_out((0.01, 1.01), (0.5, 1.5))
-    from dataclasses import replace
-
     adapter = store.publish(write, replace(NEW, recent=recent)).id
     write_log(taught.state.records, [answered(n, None, 0.02) for n in range(40)])
     with training(taught, distill="off") as trainer:
@@ -109,6 +108,19 @@ def test_a_promotion_is_foreseen_and_checked_and_both_are_kept(
     said = [record.getMessage() for record in caplog.records]
     assert any("1.40 times as fast as now, by replay" in line for line in said)
     assert any("1.50 times came" in line for line in said)
+
+
+def test_an_adapter_that_comes_back_after_a_rollback_is_no_promotion(taught: Taught) -> None:
+    store = AdapterStore(taught.state.adapters)
+    new = replace(NEW, recent=held_out((0.01, 1.01), (0.5, 1.5)))
+    first, second = (store.publish(write, new).id for _ in range(2))
+    write_log(taught.state.records, [answered(n, None, 0.02) for n in range(40)])
+    with Log(taught.state.records) as log:
+        for _ in range(2):  # the second time, as after a restart
+            gains = Gains(taught.state)
+            for in_use in (first, second, first):
+                gains.look(log, store.show(in_use), lambda: COSTS)
+            assert [promotion.adapter for promotion in load(taught.state.promotions)] == [first, second]
 
 
 def test_a_slower_machine_is_not_a_worse_adapter(tmp_path: Path) -> None:

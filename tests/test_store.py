@@ -15,7 +15,7 @@ from store_factory import BASE, NEW, folder_in_memory, published, write
 
 from adaptive.errors import AdaptiveError
 from checkpoints.manifest import BaseDraft, HeldOut, Interval
-from checkpoints.store import AdapterStore, DamagedAdapter
+from checkpoints.store import AdapterStore, DamagedAdapter, InUseChanged
 
 
 @pytest.fixture
@@ -46,6 +46,34 @@ def test_what_was_published_is_read_back_whole(tmp_path: Path) -> None:
     assert manifest.status == "candidate"
     assert again.current() is None
     assert again.usable(BASE) == (None, [])
+
+
+def test_a_change_meant_for_another_draft_in_use_changes_nothing(tmp_path: Path) -> None:
+    store = published(tmp_path / "adapters", 3, promote=1)
+    with pytest.raises(InUseChanged, match="0001 has come into use meanwhile; 0003 does not replace it"):
+        store.promote("0003", "better than the plain draft", over=(None, "0002"))
+    with pytest.raises(InUseChanged, match="0002 is in use no more"):
+        store.rollback("worse", of="0002")
+    assert store.current_id() == "0001"
+    assert statuses(store) == ["promoted", "candidate", "candidate"]
+    store.promote("0003", "better than 0001", over=("0001",))
+    store.rollback("worse", of="0003")
+    assert store.current_id() == "0001"
+
+
+def test_an_adapter_that_cannot_be_read_now_stays_where_it_is(tmp_path: Path) -> None:
+    store = published(tmp_path / "adapters", 2, promote=1)
+    store.promote("0002", "better")
+    weights = store.path("0002") / "adapter_model.safetensors"
+    weights.rename(tmp_path / "away")
+    weights.symlink_to(weights)  # an error that even the superuser gets
+    manifest, problems = store.usable(BASE)
+    assert manifest is not None
+    assert manifest.id == "0001"
+    assert "cannot be read (Too many levels of symbolic links); adapter 0001 is used" in problems[0]
+    assert store.current_id() == "0002"
+    (tmp_path / "away").replace(weights)
+    assert store.usable(BASE) == (store.show("0002"), [])
 
 
 def test_everything_is_the_users_own(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
-from store_factory import published
+from store_factory import NEW, published, write
 from test_trainer import small_draft, speak, target, write_log
 from test_trainer_command import tokenizer
 
@@ -27,6 +27,7 @@ from adaptive.service.trainer import Trainer
 from adaptive.settings import Settings
 from adaptive.state import PairState, open_state
 from adaptive.types import Round, SamplingParams
+from checkpoints.manifest import HeldOut, Interval, TrainedOn
 from checkpoints.store import AdapterStore
 
 # Timeout in seconds of work that takes a few on an idle machine.
@@ -120,6 +121,18 @@ def test_a_round_waits_until_nobody_asks_pauses_for_a_request_and_is_judged(taug
         until(lambda: "0 new answers" in trainer.status.reason, trainer)
     manifests = AdapterStore(taught.state.adapters).list()
     assert [manifest.status for manifest in manifests] in (["promoted"], ["rejected"])
+
+
+def test_answers_that_another_process_has_trained_on_are_not_new(taught: Taught) -> None:
+    """`adaptive distill` beside a server, say, or a chat and a server on one pair."""
+    with training(taught) as trainer:
+        until(lambda: f"{ANSWERS} new answers; the assistant is in use" in trainer.status.reason, trainer)
+        judged = HeldOut(10, 900, 4, *[Interval(0.5, 0.4, 0.6)] * 5)
+        new = replace(NEW, recent=judged, trained_on=TrainedOn(1, ANSWERS, ANSWERS, 5000, {}))
+        AdapterStore(taught.state.adapters).publish(write, new)
+        trainer.idle()
+        until(lambda: "0 new answers" in trainer.status.reason, trainer)
+        assert trainer.runs == 0
 
 
 def test_a_killed_worker_is_seen_and_nothing_is_lost(taught: Taught) -> None:

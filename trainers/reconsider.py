@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from adaptive.errors import AdaptiveError
 from adaptive.records.log import Log
 from checkpoints.manifest import BaseDraft, Manifest
-from checkpoints.store import AdapterStore
+from checkpoints.store import AdapterStore, InUseChanged
 from trainers.dataset import Example, examples, held, read_log
 from trainers.gate import held_out, judge
 from trainers.recipe import Recipe
@@ -67,11 +67,11 @@ def reconsider(
     verdict = judge(held_out(before, after, Recipe().draft_length), None, streak=1)
     if not verdict.promote:
         return store.show(name), f"Adapter {name} stays rolled back: {verdict.reason}."
-    # Another process, or the user, may have changed the adapter in use meanwhile.
-    if store.current_id() != current:
-        return store.show(name), f"Adapter {name} stays rolled back: another adapter has come into use since."
     reason = f"back in use: on what was said since, it is the better draft ({verdict.reason})"
-    return store.promote(name, reason), f"Adapter {name} is {reason}."
+    try:
+        return store.promote(name, reason, over=(current,)), f"Adapter {name} is {reason}."
+    except InUseChanged:  # by another process, or the user
+        return store.show(name), f"Adapter {name} stays rolled back: another adapter has come into use since."
 
 
 def _replayed(

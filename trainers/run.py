@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from adaptive.errors import AdaptiveError
 from adaptive.printable import counted
 from checkpoints.manifest import BaseDraft, HeldOut, Manifest, TrainedOn
-from checkpoints.store import AdapterStore, NewAdapter
+from checkpoints.store import AdapterStore, InUseChanged, NewAdapter
 from trainers import processes
 from trainers.dataset import Example, domains
 from trainers.fit import Fit, Progress, fit
@@ -302,10 +302,10 @@ def _settle(
         return store.promote(candidate.id, by_hand + verdict.reason)
     if not verdict.promote:
         return store.reject(candidate.id, verdict.reason)
-    # The adapter in use may have changed meanwhile: by the user, or by the watch over live acceptance.
-    if store.current_id() not in (current, candidate.id):
+    try:
+        return store.promote(candidate.id, verdict.reason, over=(current, candidate.id))
+    except InUseChanged:  # by the user, or by the watch over live acceptance
         return store.reject(candidate.id, "another draft has come into use since it was compared with the one before")
-    return store.promote(candidate.id, verdict.reason)
 
 
 def _message(manifest: Manifest | None, verdict: Verdict | None, result: Fit, validation: int) -> str:

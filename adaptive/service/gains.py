@@ -32,16 +32,20 @@ class Gains:
         self._check_at = self._known[-1].answer + CHECKED if self._known else 0
 
     def look(self, log: Log, in_use: Manifest | None, costs: Callable[[], CostTable | None]) -> None:
-        """Record a promotion if the adapter has changed, or check the last one if there are enough answers since."""
+        """Record a promotion if the adapter has changed, or check the last one if there are enough answers since. An
+        adapter that comes back (after a rollback of the next one) is no promotion."""
+        before, self._last = self._last, None if in_use is None else in_use.id
         if in_use is None:
-            self._last = None
-        elif in_use.id != self._last:
+            return
+        if in_use.id != before and all(promotion.adapter != in_use.id for promotion in self._known):
             self._promoted(in_use, log.last_id(), costs())
-        elif self._known and self._known[-1].came is None and log.last_id() >= self._check_at:
+            return
+        last = self._known[-1]
+        if last.adapter == in_use.id and last.came is None and log.last_id() >= self._check_at:
             self._check(log)
 
     def _promoted(self, manifest: Manifest, newest: int, costs: CostTable | None) -> None:
-        self._last, self._check_at = manifest.id, newest + CHECKED
+        self._check_at = newest + CHECKED
         promotion = Promotion(manifest.id, time.time(), newest, None, None)
         if manifest.recent is not None and costs is not None:
             expected, over_plain = expected_speed(manifest.recent, costs)

@@ -37,7 +37,7 @@ from adaptive.service.watch import Watch
 from adaptive.settings import Settings, training_window
 from adaptive.state import PairState
 from adaptive.types import Round
-from checkpoints.store import AdapterStore
+from checkpoints.store import AdapterStore, InUseChanged
 
 logger = logging.getLogger("adaptive.trainer")
 
@@ -172,10 +172,7 @@ class Trainer:
 
     def _remember(self, log: Log) -> None:
         """Restore from the store and the log: the newest record trained on, and live acceptance."""
-        # Only judged adapters: a stopped run leaves an unjudged one, and will continue with the same records.
-        judged = [manifest for manifest in self.store.list() if manifest.recent is not None]
-        trained = [manifest.trained_on.last_id or 0 for manifest in judged]
-        self._seen = max(trained, default=0)
+        self._seen = self._trained_until()
         self._doubts = Doubts.load(self.state.doubts)
         if self._doubts.adapter is not None and self._doubts.adapter == self.store.current_id():
             self._doubt(Doubts(settled=log.last_id()))  # it came back into use before the last process noted it
@@ -186,6 +183,12 @@ class Trainer:
                 own = figures.rounds if figures.own is None else figures.own
                 self._watch.observe(figures.adapter, own)
 
+    def _trained_until(self) -> int:
+        """The newest record that an adapter of the store was trained on, in any process; 0 for none."""
+        # Only judged adapters: a stopped run leaves an unjudged one, and will continue with the same records.
+        judged = [manifest for manifest in self.store.list() if manifest.recent is not None]
+        return max((manifest.trained_on.last_id or 0 for manifest in judged), default=0)
+
     def _look(self, log: Log) -> None:
         self._roll_back_if_worse(log)
         self._note_promotion(log)
@@ -194,6 +197,9 @@ class Trainer:
             self._attend()
             return
         waits_for = self._wait_for()
+        if waits_for is None:  # another process may have trained on these answers since
+            self._seen = max(self._seen, self._trained_until())
+            waits_for = self._wait_for()
         if waits_for is None:
             self._begin()
         else:
@@ -325,10 +331,14 @@ class Trainer:
         self._judged = self._watch.state(manifest)
         reason = self._watch.verdict(manifest)
         if current is not None and reason is not None and current == self.store.current_id():
-            first = log.first_id(current)
-            doubts = Doubts(None if first is None else current, first or 0, self._doubts.settled)
+            first, before = log.first_id(current), self._doubts
+            doubts = Doubts(None if first is None else current, first or 0, before.settled)
             self._doubt(doubts)  # saved before the rollback, so that a killed process judges it again too
-            self.store.rollback(reason)
+            try:
+                self.store.rollback(reason, of=current)
+            except InUseChanged:
+                self._doubt(before)
+                return
             self._watch.rolled_back()
             self._doubt(replace(doubts, settled=log.last_id()))
             logger.warning("adapter %s is rolled back: %s", current, reason)
