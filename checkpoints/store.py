@@ -198,9 +198,7 @@ class AdapterStore:
         with self._changing():
             before = self.current_id()
             if over is not None and before not in over:
-                raise InUseChanged(
-                    f"adapter {before or 'none'} has come into use meanwhile; {name} does not replace it"
-                )
+                raise InUseChanged(f"adapter {before or 'none'} has come into use; {name} does not replace it")
             promoted = self._write_status(name, "promoted", reason)
             if before != name:
                 # ``name`` keeps its place in PREVIOUS until CURRENT has changed; readers skip it.
@@ -227,7 +225,7 @@ class AdapterStore:
         with self._changing():
             before = self.current_id()
             if of is not None and before != of:
-                raise InUseChanged(f"adapter {before or 'none'} has come into use meanwhile; {of} is in use no more")
+                raise InUseChanged(f"adapter {before or 'none'} has come into use; {of} is in use no more")
             if before is None:
                 raise AdaptiveError(f"no adapter is in use in {self.root}; there is nothing to roll back")
             with suppress(DamagedAdapter):  # the folder or its manifest is missing: there is no status to write
@@ -239,7 +237,8 @@ class AdapterStore:
         """The adapter to load at a start, and one line for each problem found. Never raises for damage.
 
         A damaged adapter is set aside as ``0007.damaged`` and the last good one comes into use, or the
-        plain draft. Instead of one that cannot be read these are returned, and nothing is changed. An adapter of other weights than ``base`` is not used; None skips this check.
+        plain draft. In place of one that cannot be read now they are returned, and nothing is changed. An adapter of
+        other weights than ``base`` is not used; None skips this check.
         """
         problems: Lines = []
         refused: set[str] = set()

@@ -50,7 +50,7 @@ def test_what_was_published_is_read_back_whole(tmp_path: Path) -> None:
 
 def test_a_change_meant_for_another_draft_in_use_changes_nothing(tmp_path: Path) -> None:
     store = published(tmp_path / "adapters", 3, promote=1)
-    with pytest.raises(InUseChanged, match="0001 has come into use meanwhile; 0003 does not replace it"):
+    with pytest.raises(InUseChanged, match="0001 has come into use; 0003 does not replace it"):
         store.promote("0003", "better than the plain draft", over=(None, "0002"))
     with pytest.raises(InUseChanged, match="0002 is in use no more"):
         store.rollback("worse", of="0002")
