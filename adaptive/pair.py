@@ -274,7 +274,7 @@ def draft_alone(settings: Settings) -> tuple[Source, PreTrainedTokenizerBase]:
     draft = _source(named, settings.draft_revision, quantize, "--draft-quantize")
     if draft.head:
         raise AdaptiveError(f"{named} is a head, which drafts beside its target only; name a model")
-    return draft, _read_tokenizer(draft, settings.trust_remote_code)
+    return draft, read_tokenizer(draft, settings.trust_remote_code)
 
 
 def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
@@ -283,7 +283,8 @@ def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
     return _tokenizer(target, draft, _trained(draft, settings), remote_of(settings), settings.trust_remote_code)
 
 
-def _read_tokenizer(source: Source, trust: bool) -> PreTrainedTokenizerBase:
+def read_tokenizer(source: Source, trust: bool) -> PreTrainedTokenizerBase:
+    """A model's tokenizer. ``trust``: run code that comes with the checkpoint. Raises AdaptiveError."""
     from transformers import AutoTokenizer
 
     if source.gguf is not None:
@@ -298,12 +299,12 @@ def _read_tokenizer(source: Source, trust: bool) -> PreTrainedTokenizerBase:
 def _tokenizer(
     target: Source, draft: Source | None, trained: Source | None, remote: Remote | None, trust: bool
 ) -> PreTrainedTokenizerBase:
-    tokenizer = _read_tokenizer(target, trust)
+    tokenizer = read_tokenizer(target, trust)
     if draft is not None and draft.head:
         return tokenizer  # a head uses the target's vocabulary
     ours, theirs = vocabulary_of(tokenizer), None
     if draft is not None:
-        theirs, name = vocabulary_of(_read_tokenizer(draft, trust)), f"draft {draft.id}"
+        theirs, name = vocabulary_of(read_tokenizer(draft, trust)), f"draft {draft.id}"
     elif remote is not None and remote.hello.vocabulary != ours.digest:
         theirs, name = remote.vocabulary(), f"the draft {remote.hello.id} at {remote.url}"
     difference = None if theirs is None else difference_of(ours, theirs)
@@ -313,7 +314,7 @@ def _tokenizer(
             "a draft must come from the target's own family"
         )
     if trained is not None and trained is not draft:
-        difference = difference_of(ours, vocabulary_of(_read_tokenizer(trained, trust)))
+        difference = difference_of(ours, vocabulary_of(read_tokenizer(trained, trust)))
         if difference:
             raise AdaptiveError(
                 f"draft checkpoint {trained.id} has another tokenizer than the target {target.id}: {difference}; "

@@ -11,6 +11,7 @@ import functools
 import json
 import logging
 import queue
+import ssl
 import threading
 import time
 import uuid
@@ -25,6 +26,7 @@ from pydantic import BaseModel, ValidationError
 
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.settings import Settings
+from adaptive.tls import trusted
 from adaptive.vocabulary import Vocabulary
 from adaptive.wire import CONTENT_TYPE, HELLO, MOST_BODY, PROPOSE, VOCABULARY, Hello, Refused
 
@@ -99,7 +101,9 @@ class Remote:
         headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
         timeout = httpx.Timeout(ANSWER_S, connect=CONNECT_S)
         limits = httpx.Limits(max_connections=1, keepalive_expiry=None)
-        self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=False)
+        self._client = httpx.Client(
+            base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=False, verify=trusted()
+        )
         self._lock = threading.Lock()
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -291,10 +295,18 @@ def _read(kind: type[Model], body: bytes) -> Model:
 def reason(error: Exception) -> str:
     """The reason of a failed request, for users."""
     if isinstance(error, httpx.ConnectError):
-        return "nothing answers there"
+        refused = _of_tls(error)
+        return "nothing answers there" if refused is None else f"TLS failed with {first_line(refused)}"
     if isinstance(error, httpx.TimeoutException):
         return "it does not answer in time"
     return first_line(error) or "the connection ended"
+
+
+def _of_tls(error: BaseException | None) -> ssl.SSLError | None:
+    """The TLS library's error that caused this one, None if there is none."""
+    while error is not None and not isinstance(error, ssl.SSLError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def is_address(name: str | None) -> bool:
@@ -320,7 +332,8 @@ def remote_of(settings: Settings) -> Remote | None:
     try:
         parts = urlsplit(settings.draft)
         wrong = not parts.hostname or parts.port == 0 or parts.username or parts.query or parts.fragment
-    except ValueError:  # an invalid port
+        httpx.URL(settings.draft).raw_host.decode("ascii").encode("idna")  # as a socket will encode it
+    except (ValueError, httpx.InvalidURL):  # an invalid port, character or name, such as a name with an empty part
         wrong = True
     if wrong:
         raise AdaptiveError(f"--draft is {settings.draft!r}; it must be an address such as http://127.0.0.1:8095")

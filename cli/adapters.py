@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from dataclasses import asdict
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, first_line
 from cli.cells import print_table
 from cli.groups import group
 from cli.options import PAIR, shared_options
@@ -222,26 +223,39 @@ def as_object(manifest: Manifest, current: str | None) -> dict[str, Any]:
 
 
 def write_merged(settings: Settings, adapter: Path, manifest: Manifest, destination: Path, force: bool) -> None:
-    """Write the draft with ``adapter`` merged, in the draft's own dtype, with its tokenizer.
+    """Write the draft's language model with ``adapter`` merged, and its tokenizer. The dtype is that of the draft's
+    config, or float32 if it names none. Quantised weights are written dequantised.
 
-    Raises AdaptiveError as ``model_of``, or if ``destination`` is not empty or cannot be written.
+    Raises AdaptiveError as ``model_of``, if the draft cannot be loaded, or if ``destination`` is not empty or cannot be
+    written.
     """
     from checkpoints.folder import check_destination
 
     check_destination(destination, force)
     source = model_of(settings, manifest)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import torch
+    from safetensors import SafetensorError
 
+    from adaptive.engines.hf.language import is_part
     from adaptive.engines.hf.lora import MergedAdapter
+    from adaptive.engines.hf.quantised import settings_of
+    from adaptive.engines.load import load_model, read_config, weights_progress
+    from adaptive.pair import read_tokenizer
 
-    trust = settings.trust_remote_code
-    model = AutoModelForCausalLM.from_pretrained(source.folder, dtype="auto", trust_remote_code=trust)
-    MergedAdapter(model).apply(adapter)
-    try:
-        model.save_pretrained(destination)
-        AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust).save_pretrained(destination)
-    except OSError as error:
-        raise AdaptiveError(f"{destination} cannot be written ({error.strerror}); choose another folder") from error
+    config = read_config(source, settings)
+    # Saving would reverse what loading did to names and formats, except where the config then describes another model.
+    reverse = not is_part(source.folder, config) and not settings_of(config)
+    tokenizer = read_tokenizer(source, settings.trust_remote_code)
+    dtype = getattr(config, "dtype", None) or torch.float32
+    with weights_progress(lambda share: None):
+        model = load_model(dataclasses.replace(source, quantize="none"), settings, "cpu", dtype)
+        MergedAdapter(model).apply(adapter)
+        try:
+            model.save_pretrained(destination, save_original_format=reverse)
+            tokenizer.save_pretrained(destination)
+        except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
+            reason = getattr(error, "strerror", None) or first_line(error)
+            raise AdaptiveError(f"{destination} cannot be written ({reason}); choose another folder") from error
 
 
 def base_of(settings: Settings, manifest: Manifest) -> Source:

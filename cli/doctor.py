@@ -21,7 +21,7 @@ import typer
 from adaptive.errors import AdaptiveError, first_line
 from cli.doctor_pair import pair_findings
 from cli.finding import Finding, size
-from cli.options import shared_options
+from cli.options import PAIR, shared_options
 
 if TYPE_CHECKING:
     import torch
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from adaptive.settings import Settings
 
 
-@shared_options(
-    "target", "draft", "draft_checkpoint", "device", "draft_device", "dtype", "quantize", "draft_quantize", "memory"
-)
+@shared_options(*PAIR, "trust_remote_code", "device", "draft_device", "dtype", "quantize", "draft_quantize", "memory")
 def doctor(settings: Settings, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """What this machine has, what will be used, and what is missing. Exit status 1 if something needed is broken.
 

@@ -12,7 +12,7 @@ import typer
 
 from adaptive.errors import AdaptiveError
 from cli.cells import COLUMNS, POSITION_COLUMNS, cells, or_dash, position_cells, print_table
-from cli.options import shared_options
+from cli.options import PAIR, shared_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +47,7 @@ class Grouping(str, Enum):
         return "adapter" if self is Grouping.position else self.value
 
 
-@shared_options("target", "draft", "revision", "draft_revision")
+@shared_options(*PAIR)
 def history(
     settings: Settings,
     by: Annotated[Grouping, typer.Option(help="What one row of the table is.")] = Grouping.adapter,
@@ -154,7 +154,7 @@ def _show(found: History, pair: str, by: Grouping, console: Console) -> None:
     plot = plot_history(found.series, found.swaps, console.width, colour=has_colour(console), panels=panels)
     if plot:
         # Written directly: rich would wrap and restyle the text that plotext has laid out.
-        sys.stdout.write(plot + "\n")
+        console.file.write(plot + "\n")
 
 
 def _table(title: str, key: str, columns: Sequence[str]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -81,12 +82,15 @@ def publish(
     from transformers.utils.logging import disable_progress_bar
 
     from adaptive.upstream import publishing, server
+    from adaptive.upstream.lengths import LONGEST
     from adaptive.upstream.measure import find_kind, measure
     from checkpoints.store import AdapterStore
     from cli import trial
     from cli.answered import expected_acceptance
     from cli.state import find_state
+    from trainers.replay import mean_acceptance_length
 
+    chosen = _chosen_length(settings)
     if restart is not None and upstream is None:
         raise AdaptiveError("--restart needs --upstream, the address at which the server is measured")
     key = None if api_key_file is None else _key(api_key_file)
@@ -110,10 +114,10 @@ def publish(
     with console.status("writing the draft"):
         draft = _export(settings, store, manifest, to or state.root / "published", kind, encoding)
     with console.status("replaying the log"):
-        tokens, answered = _replay(settings, store, manifest, sample, asked, before)
+        replays, answered = _replay(settings, store, manifest, sample, asked, before)
+        tokens = [1.0, *(mean_acceptance_length(replays, length) for length in range(1, LONGEST + 1))]
     advice = _advice(tokens, before)
-    chosen = settings.draft_length.isdigit()
-    length = int(settings.draft_length) if chosen else (advice.length if advice else 4)
+    length = chosen or (advice.length if advice else 4)
     if length == 0:
         raise AdaptiveError(
             "by replay and the server's own times it is fastest without a draft; --draft-length N publishes it "
@@ -132,7 +136,7 @@ def publish(
         "rolled_back": False,
     }
     console.print(f"adapter {manifest.id} for {kind.name}: {draft}", soft_wrap=True)
-    _say_expected(console, advice, length, tokens)
+    _say_expected(console, advice, length, mean_acceptance_length(replays, length))
     # Raised for a file that cannot be edited, before the server is touched.
     edited = None if file is None else publishing.edited(file.before, kind, outcome["options"])
     if restart is not None:
@@ -160,6 +164,23 @@ def publish(
         console.print(f"{file.path} is edited", soft_wrap=True)
     elif not as_json:
         typer.echo(f"start {kind.name} with: {_typed(outcome['options'])}")
+
+
+def _chosen_length(settings: Settings) -> int | None:
+    """The draft length of the settings; None if it is to be chosen. Raises AdaptiveError for a tree, and for 0."""
+    from adaptive.settings import fixed_draft_length
+
+    said = fixed_draft_length(settings.draft_length)
+    if said is None:
+        return None
+    length, tree = said
+    if tree:
+        raise AdaptiveError(
+            f"--draft-length is {settings.draft_length}, and publish takes no tree; give a number from 1 to 64, or auto"
+        )
+    if length == 0:
+        raise AdaptiveError("--draft-length is 0, with which no draft is used; give a number from 1 to 64, or auto")
+    return length
 
 
 def _held_out(state: PairState) -> list[Example]:
@@ -233,26 +254,24 @@ def _replay(
     sample: list[Example],
     asked: list[list[int]],
     before: Measured | None,
-) -> tuple[list[float], list[Replay]]:
-    """Replay the draft with the adapter. Returns tokens a round at draft lengths 0, 1, ... on the log's ``sample``, and
-    the replays of the answers that the server gave ``before`` to the prompts ``asked``, if their tokens are certain."""
-    from transformers import AutoModelForCausalLM
+) -> tuple[list[Replay], list[Replay]]:
+    """Replay the draft with the adapter. Returns the replays of the log's ``sample``, and those of the answers that the
+    server gave ``before`` to the prompts ``asked``, if their tokens are certain."""
+    import torch
 
     from adaptive.engines.hf.lora import MergedAdapter
+    from adaptive.engines.load import load_model, weights_progress
     from adaptive.pair import load_tokenizer
-    from adaptive.upstream.lengths import LONGEST
     from cli.adapters import model_of
     from cli.answered import answered_examples
-    from trainers.replay import mean_acceptance_length, replay
+    from trainers.replay import replay
 
-    model = AutoModelForCausalLM.from_pretrained(
-        model_of(settings, manifest).folder, dtype="float32", trust_remote_code=settings.trust_remote_code
-    )
+    source = dataclasses.replace(model_of(settings, manifest), quantize="none")
+    with weights_progress(lambda share: None):
+        model = load_model(source, settings, "cpu", torch.float32)
     MergedAdapter(model).apply(store.path(manifest.id))
-    replays = replay(model, sample)
-    tokens = [1.0, *(mean_acceptance_length(replays, length) for length in range(1, LONGEST + 1))]
     known = [] if before is None else answered_examples(load_tokenizer(settings), asked, before)
-    return tokens, replay(model, known) if known else []
+    return replay(model, sample), replay(model, known) if known else []
 
 
 def _advice(tokens: list[float], before: Measured | None) -> Advice | None:
@@ -262,10 +281,10 @@ def _advice(tokens: list[float], before: Measured | None) -> Advice | None:
     return None if costs is None else advise(tokens, costs)
 
 
-def _say_expected(console: Console, advice: Advice | None, length: int, tokens: list[float]) -> None:
-    at = min(length, len(tokens) - 1)
-    accepted = (tokens[at] - 1) / at
-    said = f"draft length {length}: {tokens[at]:.2f} tokens a round by replay, {accepted:.3f} of the drafted accepted"
+def _say_expected(console: Console, advice: Advice | None, length: int, tokens: float) -> None:
+    """Print what is expected at draft length ``length``, with ``tokens`` tokens a round."""
+    accepted = (tokens - 1) / length
+    said = f"draft length {length}: {tokens:.2f} tokens a round by replay, {accepted:.3f} of the drafted accepted"
     if advice is not None and advice.length == length:
         said += f"; {advice.tokens_per_second:.1f} tokens/s expected, {advice.plain_per_second:.1f} without a draft"
     console.print(said, soft_wrap=True)

@@ -13,7 +13,7 @@ import typer
 from adaptive.errors import AdaptiveError
 from adaptive.printable import counted, printable_line
 from cli.groups import group
-from cli.options import shared_options
+from cli.options import PAIR, shared_options
 
 if TYPE_CHECKING:
     from adaptive.records.check import Findings, Repairs
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from adaptive.settings import Settings
 
 app = group("The log of what was said: look at it, export it, delete it.")
-
-PAIR = ("target", "draft", "revision", "draft_revision")
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 

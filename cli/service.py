@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 app = group("Have the system start the server, by systemd or launchd.")
 
 # Options of ``serve`` whose value is a path: relative paths would have another meaning where the service starts.
-PLACES = ("--target", "--draft", "--draft-checkpoint", "--config", "--state-dir", "--api-key-file")
+PLACES = ("--target", "--draft", "--draft-checkpoint", "--draft-key-file", "--config", "--state-dir", "--api-key-file")
 
 
 @app.command()

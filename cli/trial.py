@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import typer
+
 from adaptive.errors import AdaptiveError
+from adaptive.printable import printable_line
 from adaptive.upstream import publishing
 from adaptive.upstream.kinds import Kind
 from adaptive.upstream.lengths import advise, round_costs
@@ -85,8 +88,36 @@ def settle(
     use, which is returned. If all are worse than ``before``, the ``earlier`` draft is restored.
 
     ``tokens_a_round`` are those at lengths 0, 1, ... by replay; None tries ``length`` alone. Raises AdaptiveError if
-    the server does not come back with the earlier draft.
+    the server does not come back with the earlier draft. KeyboardInterrupt is raised after that draft is restored, or
+    after a line that says why it is not.
     """
+    try:
+        return _settle(server, before, draft, length, tokens_a_round, earlier)
+    except KeyboardInterrupt:
+        _undo(server, draft, earlier)
+        raise
+
+
+def _undo(server: Server, draft: Path, earlier: Put | None) -> None:
+    """Restore the ``earlier`` state after an interruption. Prints a line if that fails."""
+    typer.echo("adaptive: interrupted; the server's earlier state is being restored", err=True)
+    try:
+        server.give_back(earlier)
+    except (AdaptiveError, KeyboardInterrupt) as error:
+        why = str(error) or "interrupted again"
+        file = f", and {server.file.path} is still edited" if server.file is not None and server.file.edited else ""
+        said = f"that failed ({why}); the server at {server.url} uses {draft}, unmeasured, or does not run{file}"
+        typer.echo(printable_line(f"adaptive: {said}"), err=True)
+
+
+def _settle(
+    server: Server,
+    before: Measured,
+    draft: Path,
+    length: int,
+    tokens_a_round: Sequence[float] | None,
+    earlier: Put | None,
+) -> Tried:
     tried = [_try(server, before, draft, length)]
     while tokens_a_round is not None and tried[-1].measured is not None and len(tried) < TRIES:
         better = _better(before, tried, tokens_a_round)

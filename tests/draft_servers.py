@@ -72,8 +72,9 @@ def impostor(real: str, answer: Callable[[Any, bytes], None]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def served_here(engine: Any, vocabulary: Vocabulary, settings: Settings | None = None) -> Iterator[str]:
-    """Serve the draft server's application from a thread, over an engine of this process. Yields its address."""
+def served_here(engine: Any, vocabulary: Vocabulary, settings: Settings | None = None, **options: Any) -> Iterator[str]:
+    """Serve the draft server's application from a thread, over an engine of this process, by uvicorn with these
+    ``options``. Yields its address."""
     drafts = Drafts(engine, 10**9)
     hello = Hello(
         id="here", weights="0", vocab_size=engine.vocab_size, context_length=engine.context_length,
@@ -81,7 +82,8 @@ def served_here(engine: Any, vocabulary: Vocabulary, settings: Settings | None =
     )  # fmt: skip
     desk = Desk(drafts, lambda: hello, vocabulary)
     try:
-        with on_a_thread(guarded(desk, settings or load_settings({})), timeout_graceful_shutdown=1) as address:
+        app = guarded(desk, settings or load_settings({}))
+        with on_a_thread(app, timeout_graceful_shutdown=1, **options) as address:
             yield address
     finally:
         desk.thread.shutdown()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import BUNDLED
 from peft import LoraConfig, PeftModel, get_peft_model
 from store_factory import NEW, published, write
 from tokenizers import Tokenizer
@@ -150,3 +152,15 @@ def test_merged_export_is_the_draft_with_the_adapter_as_a_checkpoint(own_home: P
     LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).save_pretrained(tmp_path / "draft")
     with pytest.raises(AdaptiveError, match="holds other weights than adapter 0001"):
         run("export", "1", "--merged", str(tmp_path / "again"))
+
+
+def test_a_draft_that_cannot_be_loaded_is_one_clear_line(own_home: Path, tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(BUNDLED / "draft", draft)
+    weights = draft / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    pair = ("--target", str(BUNDLED / "target"), "--draft", str(draft))
+    identity = pair_identity(Settings(target=pair[1], draft=pair[3]))
+    AdapterStore(own_home / identity.id / "adapters").publish(write, replace(NEW, base=identity.base))
+    with pytest.raises(AdaptiveError, match=r"model .*draft cannot be loaded"):
+        run("export", "1", "--merged", str(tmp_path / "merged"), *pair)

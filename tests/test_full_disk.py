@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
+from conftest import BUNDLED, save_random_adapter
 from records_factory import generation
 from service_server import Server
+from store_factory import NEW
 from test_worker import Taught, taught
 
 from adaptive.pair import pair_identity
@@ -21,6 +25,7 @@ from adaptive.records.log import Log
 from adaptive.records.writer import LogWriter
 from adaptive.settings import load_settings
 from adaptive.state import PairState
+from checkpoints.store import AdapterStore
 
 __all__ = ["taught"]
 
@@ -107,6 +112,23 @@ def test_distilling_on_a_full_disk_is_one_line(small: Path, taught: Taught) -> N
     assert "Traceback" not in done.stderr
     assert "cannot be written" in done.stderr.splitlines()[-1]
     assert not list(state.root.rglob(".tmp-*"))
+
+
+def test_a_merged_draft_that_finds_no_room_is_one_line(small: Path, tmp_path: Path) -> None:
+    adapter, identity = save_random_adapter(BUNDLED / "draft", tmp_path / "adapter"), pair_identity(load_settings({}))
+    store = AdapterStore(state_in(tmp_path / "home").adapters)
+    base = replace(identity.base, id=str(BUNDLED / "draft"))
+
+    def write(folder: Path) -> None:
+        shutil.copytree(adapter, folder, dirs_exist_ok=True)
+
+    store.publish(write, replace(NEW, base=base))
+    done = adaptive("adapters", "export", "1", "--merged", str(small / "merged"))
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    said = done.stderr.splitlines()[-1]
+    assert f"{small / 'merged'} cannot be written" in said
+    assert "No space left" in said
 
 
 def test_everything_can_be_purged_on_a_full_disk(small: Path) -> None:

@@ -220,6 +220,17 @@ def test_of_a_checkpoint_with_vision_the_language_model_is_loaded_alone(model_ty
     assert greedy.say(prompt, TOKENS) == alone(model, prompt, TOKENS)
 
 
+def test_the_dtype_of_a_checkpoint_with_vision_is_that_of_its_language_model(tmp_path: Path) -> None:
+    """Published configs name it once, for the whole."""
+    several_kinds("gemma3_text", "gemma3", **VISION["gemma3"]).config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    said = json.loads(file.read_text(encoding="utf-8"))
+    said["dtype"] = "bfloat16"
+    said["text_config"].pop("dtype", None)
+    file.write_text(json.dumps(said), encoding="utf-8")
+    assert read_config(Source("it", tmp_path, "none"), load_settings({})).dtype == torch.bfloat16
+
+
 def test_vision_weights_are_not_read(tmp_path: Path) -> None:
     """They may even be NaN."""
     from safetensors.torch import load_file, save_file

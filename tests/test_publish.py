@@ -14,13 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import BUNDLED, save_random_adapter
+from quantised_checkpoints import FP8, fp8, quantise
 from records_factory import generation
 from store_factory import NEW
+from test_models import VISION, several_kinds
+from tiny_models import tiny_model
 from upstream_server import CLOSE, Heard, Scripted, plain, scripted
 
 from adaptive.errors import AdaptiveError
-from adaptive.pair import pair_identity
+from adaptive.pair import load_draft_for_training, pair_identity
 from adaptive.records.writer import LogWriter
 from adaptive.settings import load_settings
 from adaptive.state import PairState, open_state
@@ -28,11 +32,12 @@ from adaptive.types import SamplingParams
 from adaptive.upstream.kinds import ADAPTIVE, LLAMA_SERVER, SGLANG, UNKNOWN, VLLM, Kind
 from adaptive.upstream.lengths import RoundCosts, advise, round_costs
 from adaptive.upstream.measure import Answered, Measured, counted, each_accepted
-from adaptive.upstream.publishing import edited, options
+from adaptive.upstream.publishing import edited, options, restart
 from checkpoints.store import AdapterStore
 from cli.publish import _held_out, _prompts
 from cli.trial import worse_than
 from trainers.dataset import read_log, split
+from trainers.lora import Recipe, attach
 
 STARTS = {
     LLAMA_SERVER: "#!/bin/sh\n# llama-server\nexec ./bin/llama-server -m t.gguf \\\n  --port 8080\n",
@@ -149,10 +154,16 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def state(own_home: Path, adapter: Path) -> PairState:
     """The state of the bundled pair, with a log and an adapter in use."""
-    identity = pair_identity(load_settings({}))
-    found = open_state(own_home, identity.id)
+    return state_with(own_home, adapter, {}, answers=30)
+
+
+def state_with(home: Path, adapter: Path, names: dict[str, str], answers: int = 0) -> PairState:
+    """The state of the pair that ``names`` name (or the bundled pair's), with this adapter in use and a log of so many
+    answers."""
+    identity = pair_identity(load_settings(names))
+    found = open_state(home, identity.id)
     with LogWriter(found.records) as log:
-        for number in range(30):
+        for number in range(answers):
             made = generation(number, asked=f"question {number}", tokens=12, supervised=False)
             log.write(
                 dataclasses.replace(made, sampling=SamplingParams(), prompt=np.arange(5, 9 + number, dtype=np.int32))
@@ -163,7 +174,8 @@ def state(own_home: Path, adapter: Path) -> PairState:
         for file in ("adapter_model.safetensors", "adapter_config.json"):
             (folder / file).write_bytes((adapter / file).read_bytes())
 
-    new = dataclasses.replace(NEW, base=dataclasses.replace(identity.base, id=str(BUNDLED / "draft")))
+    draft = names.get("draft", str(BUNDLED / "draft"))
+    new = dataclasses.replace(NEW, base=dataclasses.replace(identity.base, id=draft))
     store.promote(store.publish(write, new).id, "for the test")
     return found
 
@@ -274,11 +286,83 @@ def test_without_a_restart_it_says_what_to_type(adaptive: Any, state: PairState,
     assert os.listdir(tmp_path / "to") == [file.name]
 
 
+def test_what_the_restart_command_says_is_kept_out_of_the_output(capfd: pytest.CaptureFixture[str]) -> None:
+    with scripted(lambda heard, connection: None, "vllm") as server:
+        restart("echo restarting", server.url, None, None, 0, 10.0)
+    said = capfd.readouterr()
+    assert (said.out, said.err) == ("", "restarting\n")
+
+
+def test_a_long_draft_is_expected_to_bring_what_it_does_by_replay(
+    adaptive: Any, own_home: Path, tmp_path: Path
+) -> None:
+    """All of 66 tokens are accepted: in 4 rounds of at most 16 tokens and one more, or in 2 rounds of 32 and one."""
+    from transformers import AutoModelForCausalLM
+
+    draft = AutoModelForCausalLM.from_pretrained(BUNDLED / "draft", dtype="float32")
+    texts = draft.generate(
+        torch.arange(5, 13)[None], do_sample=False, max_new_tokens=67, min_new_tokens=67, eos_token_id=None
+    )
+    found = state_with(own_home, save_random_adapter(BUNDLED / "draft", tmp_path / "adapter", std=0.0), {})
+    with LogWriter(found.records) as log:
+        made = generation(1, tokens=67, supervised=False)
+        output = texts[0, 8:].numpy().astype(np.int32)
+        prompt = np.arange(5, 13, dtype=np.int32)
+        log.write(dataclasses.replace(made, sampling=SamplingParams(), prompt=prompt, output=output))
+    for length, tokens in ((16, "16.75"), (32, "33.00")):
+        given = ("--draft-length", str(length), "--to", str(tmp_path / "to"))
+        status, out, errors = adaptive("publish", "--engine", "vllm", *given)
+        assert status == 0, errors
+        assert f"draft length {length}: {tokens} tokens a round by replay" in errors
+        assert f'"num_speculative_tokens": {length}' in out
+
+
+@pytest.mark.parametrize("kind", ["vision", "fp8"])
+def test_of_a_draft_with_vision_or_quantised_the_language_model_is_published(
+    adaptive: Any, own_home: Path, tmp_path: Path, kind: str
+) -> None:
+    """With the names and the format that its config describes, so that other programs can read it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    names = {"target": str(BUNDLED / "target"), "draft": str(tmp_path / "draft")}
+    vocab = {"vocab_size": 4096}
+    if kind == "vision":
+        several_kinds("gemma3_text", "gemma3", vocab, **VISION["gemma3"]).save_pretrained(tmp_path / "draft")
+    else:
+        tiny_model("llama", **vocab).save_pretrained(tmp_path / "dense")
+        quantise(tmp_path / "dense", tmp_path / "draft", fp8, FP8)
+    AutoTokenizer.from_pretrained(BUNDLED / "target").save_pretrained(tmp_path / "draft")
+    language: Any = load_draft_for_training(load_settings({**names, "device": "cpu"}))
+    trained = attach(language, Recipe(rank=4))
+    for name, parameter in trained.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, 0, 0.05)
+    trained.save_pretrained(str(tmp_path / "adapter"))
+    state_with(own_home, tmp_path / "adapter", names, answers=4)
+
+    pair = [part for name, value in names.items() for part in (f"--{name}", value)]
+    status, _, errors = adaptive("publish", "--engine", "vllm", "--to", str(tmp_path / "to"), *pair)
+    assert status == 0, errors
+    assert "tokens a round by replay" in errors
+    merged, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "to" / "draft-0001", output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    assert merged.dtype == torch.float32
+    tokens = torch.arange(3, 40)[None]
+    plain: Any = load_draft_for_training(load_settings({**names, "device": "cpu"}))
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))(tokens).logits
+        torch.testing.assert_close(merged(tokens).logits, expected, rtol=1e-3, atol=1e-3)
+
+
 def test_mistakes_are_one_line(adaptive: Any, own_home: Path) -> None:
     for arguments, said in (
         ((), "--engine"),
         (("--restart", "true", "--engine", "vllm"), "--upstream"),
         (("--upstream", "http://127.0.0.1:9", "--target", "x"), "does not answer"),
+        (("--upstream", "http://127.0.0.1:9", "--draft-length", "0"), "--draft-length is 0"),
+        (("--upstream", "http://127.0.0.1:9", "--draft-length", "tree:8"), "takes no tree"),
     ):
         status, _, errors = adaptive("publish", *arguments)
         assert status == 2

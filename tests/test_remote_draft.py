@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,6 +18,7 @@ import torch
 from conftest import BUNDLED, Command
 from draft_servers import DraftServer, impostor, say, served_here
 from pydantic import SecretStr
+from records_factory import generation
 from test_lossless_sampled import PARAMS, PROMPT, VOCAB, exact_distribution, models, p_value, run_loop
 
 from adaptive.assistant import Assistant, length_policy
@@ -26,7 +29,8 @@ from adaptive.drafting.remote import RemoteDrafter
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.errors import AdaptiveError
 from adaptive.measure import trees_pay
-from adaptive.pair import Pair, load_pair
+from adaptive.pair import Pair, load_pair, pair_identity
+from adaptive.records.writer import LogWriter
 from adaptive.remote import Remote
 from adaptive.sampling import LogitsProcessor
 from adaptive.settings import load_settings
@@ -357,7 +361,10 @@ def test_what_cannot_be_asked_is_one_line(
 
     assert "nothing answers there" in refused("--draft", NOBODY)
     assert "must be an address" in refused("--draft", "http://")
-    assert "must be an address" in refused("--draft", "http://127.0.0.1:99999")
+    for address in ("http://127.0.0.1:99999", "http://192.168..7:8095", "http://a\u200bb:8095", f"http://{'a' * 64}:1"):
+        said = refused("--draft", address)
+        assert "must be an address" in said
+        assert said.isascii()
     other = Vocabulary(tokens={"one": 3, "two": 4}, probe=[3])
     with served_here(models[1], other) as url:
         assert "different tokenizers: token 3 is" in refused("--draft", url)
@@ -374,6 +381,63 @@ def test_what_cannot_be_asked_is_one_line(
     status, _, err = adaptive("distill", "--draft", server.url)
     assert (status, err.count("\n")) == (2, 1)
     assert "is not trained from here" in err
+
+
+def test_what_reads_the_log_of_a_server_with_a_key_is_given_the_key(
+    adaptive: Command, own_home: Path, tmp_path: Path, models: tuple[TransformersEngine, TransformersEngine]
+) -> None:
+    (tmp_path / "key").write_text("correct-horse\n")
+    settings = load_settings({}).model_copy(update={"api_key": SecretStr("correct-horse")})
+    with served_here(models[1], Vocabulary(tokens={}, probe=[]), settings) as url:
+        given = ("--draft", url, "--draft-key-file", str(tmp_path / "key"))
+        named = load_settings({"draft": url, "draft_key_file": tmp_path / "key"})
+        with LogWriter(own_home / pair_identity(named).id / "records.db") as log:
+            log.write(generation())
+        for command in (("history",), ("records", "stats")):
+            status, out, err = adaptive(*command, "--json", *given)
+            assert status == 0, err
+            assert "records.db" in out or json.loads(out)["totals"]["generations"] == 1
+            status, _, err = adaptive(*command, "--draft", url)
+            assert (status, "refuses the key" in err) == (2, True)
+        found = drafter_by_doctor(adaptive, *given)
+        assert (found["status"], url in found["value"]) == ("ok", True)
+        assert "refuses the key" in drafter_by_doctor(adaptive, "--draft", url)["value"]
+    found = drafter_by_doctor(adaptive, "--draft", "http://192.168..7:8095")
+    assert (found["status"], "must be an address" in found["value"]) == ("broken", True)
+
+
+def drafter_by_doctor(adaptive: Command, *options: str) -> dict[str, str]:
+    """What doctor finds of the draft."""
+    findings = json.loads(adaptive("doctor", "--json", *options)[1])["findings"]
+    return next(finding for finding in findings if finding["name"] == "draft")
+
+
+def test_what_tls_says_is_passed_on_and_an_authority_of_ones_own_is_believed(
+    adaptive: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    models: tuple[TransformersEngine, TransformersEngine],
+) -> None:
+    def refused(url: str) -> str:
+        status, _, err = adaptive("generate", "Hi", "--max-new-tokens", "4", "--draft", url)
+        assert (status, err.count("\n")) == (2, 1), err
+        return err
+
+    other = Vocabulary(tokens={"one": 3, "two": 4}, probe=[3])
+    with served_here(models[1], other) as url:
+        assert "TLS failed with [SSL" in refused(url.replace("http:", "https:"))
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl, which makes certificates, is not here")
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    extensions = ("subjectAltName=IP:127.0.0.1", "keyUsage=critical,digitalSignature,keyCertSign")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=here"]
+    command += ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*command, *(part for one in extensions for part in ("-addext", one))], check=True)
+    with served_here(models[1], other, ssl_certfile=str(certificate), ssl_keyfile=str(key)) as url:
+        secure = url.replace("http:", "https:")
+        assert "certificate verify failed" in refused(secure)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert "different tokenizers" in refused(secure)
 
 
 def test_what_is_said_is_logged_where_the_same_draft_here_would_learn_from_it(
@@ -395,8 +459,6 @@ def test_what_is_said_is_logged_where_the_same_draft_here_would_learn_from_it(
     assert status == 0
     assert set(json.loads(out)["drafters"]) == {REMOTE}
     here = load_settings({**SETTINGS, "draft": str(BUNDLED / "draft")})
-    from adaptive.pair import pair_identity
-
     assert pair_identity(here).id == pair.identity.id
     assert (own_home / pair.identity.id / "records.db").exists()
     status, out, _ = adaptive("history", "--draft", server.url, "--json")

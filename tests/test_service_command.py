@@ -48,11 +48,15 @@ def test_it_is_written_started_shown_and_removed(
     manager: Callable[[], list[str]], adaptive: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my target").mkdir()
+    (tmp_path / "key").touch()
     monkeypatch.chdir(tmp_path)
-    status, out, err = adaptive("service", "install", "--", "--target", "my target", "--port=8081", "--cache-mb", "5")
+    options = ("--target", "my target", "--port=8081", "--cache-mb", "5", "--draft-key-file", "key")
+    status, out, err = adaptive("service", "install", "--", *options)
     assert status == 0, err
     command = next(line for line in unit(tmp_path).read_text().splitlines() if line.startswith("ExecStart="))
-    assert command.endswith(f' serve --target "{tmp_path}/my target" --port=8081 --cache-mb 5')
+    assert command.endswith(
+        f' serve --target "{tmp_path}/my target" --port=8081 --cache-mb 5 --draft-key-file {tmp_path}/key'
+    )
     program = command.removeprefix("ExecStart=").split(" serve ")[0]
     assert subprocess.run([*shlex.split(program), "--version"], capture_output=True, check=True).stdout
     told = [line.removeprefix("--user ") for line in manager()]

@@ -6,7 +6,12 @@ from __future__ import annotations
 import json
 import random
 import re
+import signal
 import socket
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,6 +90,73 @@ def test_a_draft_that_is_too_slow_at_every_length_goes(try_it: Try) -> None:
     assert found.worse is not None
     assert runs == 0
     assert tried == [8, 0]
+
+
+INTERRUPTED = """
+import signal, sys
+from pathlib import Path
+from adaptive.upstream.kinds import LLAMA_SERVER
+from adaptive.upstream.publishing import StartFile
+from cli.trial import Server, settle
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell turns off for what it runs in the background
+url, start, command = sys.argv[1:]
+server = Server(url, None, LLAMA_SERVER, command, StartFile.read(Path(start)), 60.0, [[1, 2]], 100)
+settle(server, server.measure(), Path("draft.gguf"), 4, None, None)
+"""
+
+
+@pytest.mark.parametrize("moment", ["restart", "measurement", "and cannot be restarted", "and cannot be edited"])
+def test_what_is_interrupted_is_undone_or_said_to_stay(tmp_path: Path, moment: str) -> None:
+    """ctrl-C during the restart, and during the measurement after it."""
+    start, running, there = tmp_path / "start.sh", tmp_path / "running", tmp_path / "there"
+    start.write_text("llama-server -m target.gguf\n")
+    running.write_text(start.read_text())
+    over = threading.Event()
+
+    def script(heard: Heard, connection: socket.socket) -> None:
+        if "draft.gguf" in running.read_text():
+            there.touch()
+            over.wait(60)
+        said = {"choices": [{"text": "x"}], "usage": {"completion_tokens": 20}, "timings": {"predicted_ms": 100}}
+        connection.sendall(plain(json.dumps(said).encode(), more=CLOSE))
+
+    command = f"cp {start} {running}"
+    if moment == "restart":
+        command += f'; test -z "$ADAPTIVE_DRAFT" || {{ touch {there}; exec sleep 60; }}'
+    elif moment == "and cannot be restarted":
+        command += '; test -n "$ADAPTIVE_DRAFT"'
+    with scripted(script) as one:
+        words = [sys.executable, "-c", INTERRUPTED, one.url, str(start), command]
+        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+        try:
+            deadline = time.monotonic() + 60
+            while not there.exists():
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            if moment == "and cannot be edited":
+                start.unlink()
+                start.mkdir()
+            process.send_signal(signal.SIGINT)
+            said = process.communicate(timeout=60)[1]
+        finally:
+            over.set()
+            process.kill()
+            process.wait()
+    assert process.returncode == -signal.SIGINT
+    ours = [line for line in said.splitlines() if line.startswith("adaptive: ")]
+    assert "the server's earlier state is being restored" in ours[0]
+    if moment == "and cannot be edited":
+        assert "draft.gguf" in running.read_text()
+        assert f"uses draft.gguf, unmeasured, or does not run, and {start} is still edited" in ours[1]
+        return
+    assert start.read_text() == running.read_text() == "llama-server -m target.gguf\n"
+    if moment == "and cannot be restarted":
+        assert "ended with status 1" in ours[1]
+        assert "uses draft.gguf, unmeasured, or does not run" in ours[1]
+    else:
+        assert len(ours) == 1
 
 
 def sample_and_accept(output: list[int], at: int, draft: list[int], end: int) -> list[int]:

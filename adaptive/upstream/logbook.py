@@ -19,6 +19,7 @@ from adaptive.drafting.archive import owner_name
 from adaptive.errors import AdaptiveError
 from adaptive.records.writer import LogWriter
 from adaptive.service.jobs import Prompt
+from adaptive.tls import trusted
 from adaptive.types import Generation, SamplingParams, Timings
 from adaptive.upstream.asking import Asked
 from adaptive.upstream.distributions import supervision
@@ -70,7 +71,7 @@ class Logbook:
         self.problems: Counter[str] = Counter()  # by reason in words: answers not logged
         self._vocabulary = Vocabulary(tokenizer)
         self._folder = folder
-        self._client = httpx.Client(base_url=url, timeout=ASK_S, trust_env=False)
+        self._client = httpx.Client(base_url=url, timeout=ASK_S, trust_env=False, verify=trusted())
         self._prompts: Prompts | None = None
         self._defaults: dict[str, Any] = {}
         self.waiting = 0  # answers that are not logged yet

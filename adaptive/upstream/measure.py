@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from adaptive.errors import AdaptiveError, first_line
+from adaptive.tls import trusted
 from adaptive.upstream.kinds import ADAPTIVE, Kind, kind_of
 
 # Timeout in seconds of one answer; a large model on a small machine takes minutes.
@@ -111,7 +112,7 @@ def _client(url: str, key: str | None) -> httpx.Client:
     headers = {"X-Adaptive-Record": "off"}  # in case the address is that of our own proxy
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
-    return httpx.Client(base_url=url, headers=headers, timeout=ANSWER_S, trust_env=False)
+    return httpx.Client(base_url=url, headers=headers, timeout=ANSWER_S, trust_env=False, verify=trusted())
 
 
 def _models(client: httpx.Client) -> Any:

@@ -19,6 +19,7 @@ import httpx
 from starlette.types import Message, Receive, Scope, Send
 
 from adaptive.service.errors import error_object
+from adaptive.tls import trusted
 from adaptive.upstream.asking import PATHS, Asked, read, with_logprobs
 from adaptive.upstream.events import Passage
 from adaptive.upstream.kinds import UNKNOWN, Kind, kind_of
@@ -77,7 +78,9 @@ class Proxy:
         self._places = asyncio.Semaphore(most)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=most, keepalive_expiry=IDLE_S)
         timeout = httpx.Timeout(None, connect=CONNECT_S)
-        self.client = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, follow_redirects=False)
+        self.client = httpx.AsyncClient(
+            limits=limits, timeout=timeout, trust_env=False, verify=trusted(), follow_redirects=False
+        )
 
     async def close(self) -> None:
         """Close the connections to the server."""

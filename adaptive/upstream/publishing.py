@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from adaptive.errors import AdaptiveError
+from adaptive.tls import trusted
 from adaptive.upstream.kinds import ADAPTIVE, LLAMA_SERVER, SGLANG, VLLM, Kind
 from checkpoints import files
 
@@ -24,6 +25,8 @@ PROGRAMS = {
     SGLANG.name: r"sglang\.launch_server|sglang\s+serve",
     ADAPTIVE.name: r"adaptive\s+serve|cli\.main\s+serve",
 }
+# The file descriptor that the restart command's output goes to, because our standard output may be one JSON object.
+STANDARD_ERROR = 2
 # Seconds between two looks at whether a server is there again.
 LOOK_S = 0.2
 
@@ -88,6 +91,14 @@ class StartFile:
         except (OSError, UnicodeDecodeError) as error:
             raise AdaptiveError(f"start file {path} cannot be read ({error})") from error
 
+    @property
+    def edited(self) -> bool:
+        """Whether it does not contain its first text now."""
+        try:
+            return self.path.read_text(encoding="utf-8") != self.before
+        except (OSError, UnicodeDecodeError):
+            return True
+
     def write(self, text: str) -> None:
         """Replace the file's text, whole or not at all; its mode stays. Raises AdaptiveError."""
         try:
@@ -106,7 +117,13 @@ def restart(command: str, url: str, key: str | None, draft: Path | None, length:
     began = time.monotonic()
     try:
         done = subprocess.run(
-            command, shell=True, env={**os.environ, **told}, timeout=wait_s, stdin=subprocess.DEVNULL, check=False
+            command,
+            shell=True,
+            env={**os.environ, **told},
+            timeout=wait_s,
+            stdin=subprocess.DEVNULL,
+            stdout=STANDARD_ERROR,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise AdaptiveError(f"the restart command did not end within {wait_s:.0f} s: {command}") from error
@@ -115,7 +132,8 @@ def restart(command: str, url: str, key: str | None, draft: Path | None, length:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     while time.monotonic() - began < wait_s:
         try:
-            if httpx.get(f"{url}/v1/models", headers=headers, timeout=5, trust_env=False).status_code == 200:
+            there = httpx.get(f"{url}/v1/models", headers=headers, timeout=5, trust_env=False, verify=trusted())
+            if there.status_code == 200:
                 return
         except httpx.HTTPError:
             pass

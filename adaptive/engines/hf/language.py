@@ -44,6 +44,8 @@ def language_config(config: Any) -> Any:
     for name in ("eos_token_id", "bos_token_id", "pad_token_id", "quantization_config"):
         if getattr(config, name, None) is not None:
             setattr(alone, name, getattr(config, name))
+    if alone.dtype is None:
+        alone.dtype = config.dtype
     return alone
 
 
