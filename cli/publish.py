@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -234,8 +235,7 @@ def _export(
         return path
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(part, ignore_errors=True)
-        part.unlink(missing_ok=True)
+        _discard(part)
         adapter = store.path(manifest.id)
         if takes_gguf(kind):
             write_checkpoint(model_of(settings, manifest), adapter, part, encoding, settings)
@@ -244,7 +244,16 @@ def _export(
         os.replace(part, path)
     except OSError as error:
         raise AdaptiveError(f"{path} cannot be written ({error.strerror}); choose another folder with --to") from error
+    finally:
+        _discard(part)
     return path
+
+
+def _discard(part: Path) -> None:
+    """Delete an unfinished file or folder, if there is one."""
+    shutil.rmtree(part, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        part.unlink(missing_ok=True)
 
 
 def _replay(

@@ -130,7 +130,11 @@ def _settle(
         return tried[-1]
     best = max(good, key=_speed)
     if best is not tried[-1]:
-        server.use(draft, best.length)
+        try:
+            server.use(draft, best.length)
+        except AdaptiveError as error:
+            server.give_back(earlier)
+            return Tried(best.length, None, str(error))
     return best
 
 

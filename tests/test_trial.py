@@ -45,7 +45,9 @@ def try_it(tmp_path: Path) -> Try:
         found = re.search(r"--spec-draft-n-max (\d+)", running.read_text())
         return int(found[1]) if found else 0
 
-    def trial(cost: Cost, first: int, tokens: list[float] | None = TOKENS) -> tuple[Tried, int, list[int]]:
+    def trial(
+        cost: Cost, first: int, tokens: list[float] | None = TOKENS, if_only: str = "true"
+    ) -> tuple[Tried, int, list[int]]:
         def script(heard: Heard, connection: socket.socket) -> None:
             k = length()
             accepted = round(ROUNDS * (TOKENS[k] - 1))
@@ -56,7 +58,7 @@ def try_it(tmp_path: Path) -> Try:
             connection.sendall(plain(json.dumps(said).encode(), more=CLOSE))
 
         with scripted(script) as one:
-            command = f"cp {start} {running}; echo $ADAPTIVE_DRAFT_LENGTH >> {restarts}"
+            command = f"cp {start} {running}; echo $ADAPTIVE_DRAFT_LENGTH >> {restarts}; {if_only.format(restarts)}"
             server = Server(one.url, None, LLAMA_SERVER, command, StartFile.read(start), 10.0, [[1, 2]], 100)
             found = settle(server, server.measure(), tmp_path / "draft.gguf", first, tokens, None)
         return found, length(), [int(line) for line in restarts.read_text().split()]
@@ -78,6 +80,15 @@ def test_a_length_that_kept_less_than_it_promised_makes_way_for_the_faster_one(t
     assert (found.worse, found.length, runs) == (None, 8, 8)
     assert len(tried) >= 3
     assert tried[0] == tried[-1] == 8
+
+
+def test_a_server_that_does_not_come_back_with_the_faster_length_gets_its_earlier_draft(try_it: Try) -> None:
+    second_time_fails = "test -z $ADAPTIVE_DRAFT || test $(grep -c ^8$ {}) -lt 2"
+    found, runs, tried = try_it(lambda k: 0.01 + 0.01 * (k > 0), 8, if_only=second_time_fails)
+    assert found.worse is not None
+    assert "the restart command ended with status 1" in found.worse
+    assert runs == 0
+    assert [tried[0], *tried[-2:]] == [8, 8, 0]
 
 
 def test_a_length_that_was_asked_for_is_the_only_one_that_is_tried(try_it: Try) -> None:
