@@ -15,8 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from adaptive.decoding.supervision import SupervisionBuffer
@@ -25,14 +23,13 @@ from adaptive.records.log import Log
 from adaptive.records.writer import LogWriter
 from adaptive.types import Generation, Message, SamplingParams, Timings
 from checkpoints.manifest import BaseDraft
-from checkpoints.store import AdapterStore, training_seconds
+from checkpoints.store import AdapterStore
 from trainers import lora
 from trainers.dataset import examples, fold, gate_share, loop_start, read_log, repeated_ngrams, split
 from trainers.per_position import position_losses
 from trainers.recipe import LossName, Recipe
 from trainers.replay import acceptance_rate, replay
-from trainers.resume import Standing, TrainingState
-from trainers.run import DistillOutcome, distill
+from trainers.run import distill
 from trainers.sets import gather
 
 VOCAB = 48
@@ -344,65 +341,6 @@ def test_stopping_early_keeps_the_best_so_far_as_a_candidate(tmp_path: Path, log
     assert store.show(outcome.manifest.id).status == "candidate"
     assert "not judged" in outcome.message
     assert store.current_id() is None
-
-
-def test_a_run_that_goes_on_and_is_stopped_again_keeps_no_second_copy_of_what_the_first_had_found(
-    tmp_path: Path, log: Path
-) -> None:
-    store, state, seen = AdapterStore(tmp_path / "adapters"), tmp_path / "state", [0]
-
-    def until(step: int) -> DistillOutcome:
-        seen[:] = [0]
-        told, stop = (lambda at: seen.append(at.step)), (lambda: seen[-1] >= step)
-        return distill(log, store, BASE, small_draft(), SHORT, told, stop, state=state)
-
-    first = until(30)
-    assert first.manifest is not None
-    again = until(1)  # after its first step
-    assert again.stopped
-    assert again.manifest is None
-    assert [m.id for m in store.list()] == [first.manifest.id]
-    last = distill(log, store, BASE, small_draft(), SHORT, state=state)
-    assert any("going on with the run that was interrupted" in note for note in last.notes)
-    assert last.manifest is not None
-    assert training_seconds(store) == last.manifest.train_seconds > first.manifest.train_seconds
-
-
-@pytest.mark.parametrize("damage", ["names", "shapes", "standing", "key"])
-def test_a_state_that_cannot_be_read_begins_anew_and_changes_nothing(tmp_path: Path, damage: str) -> None:
-    def opened(wide: int = 3) -> tuple[TrainingState, list[torch.nn.Parameter], torch.optim.Optimizer]:
-        weights = [torch.nn.Parameter(torch.ones(2, wide)), torch.nn.Parameter(torch.ones(4))]
-        optimizer = torch.optim.AdamW(weights)
-        sum(weight.sum() for weight in weights).backward()  # type: ignore[union-attr]
-        optimizer.step()
-        state = TrainingState(tmp_path / "state")
-        state.begin(["a run"], [], 7)
-        return state, weights, optimizer
-
-    state, weights, optimizer = opened()
-    state.save(Standing(step=5, best={"w": torch.ones(1)}), weights, optimizer)
-    again, fresh, other = opened(3 if damage != "shapes" else 5)
-    if damage == "shapes":
-        assert again.load(fresh, other) is None
-    else:
-        standing = again.load(fresh, other)
-        assert standing is not None
-        assert standing.step == 5
-        assert torch.equal(fresh[0], weights[0])
-        with safe_open(tmp_path / "state", "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-            meta = json.loads(file.metadata()["round"])
-        if damage == "names":
-            tensors["weigit/0"] = tensors.pop("weight/0")
-        else:
-            held = meta if damage == "key" else meta["standing"]
-            held["kex" if damage == "key" else "stfp"] = held.pop("key" if damage == "key" else "step")
-        save_file(tensors, tmp_path / "state", metadata={"round": json.dumps(meta)})
-        again, fresh, other = opened()
-        assert again.load(fresh, other) is None
-        assert again.last_id() == (None if damage == "key" else 7)
-    assert not torch.equal(fresh[0], torch.zeros_like(fresh[0]))
-    assert len({round(value, 6) for value in fresh[0].detach().flatten().tolist()}) == 1
 
 
 def test_stopping_at_once_changes_nothing(tmp_path: Path, log: Path) -> None:

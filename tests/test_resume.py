@@ -1,0 +1,77 @@
+"""A training run that is stopped goes on from its file of state, and a file that cannot be read does no harm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from test_trainer import BASE, SHORT, log, small_draft, spoken
+
+from checkpoints.store import AdapterStore, training_seconds
+from trainers.resume import Standing, TrainingState
+from trainers.run import DistillOutcome, distill
+
+__all__ = ["log", "spoken"]  # fixtures
+
+
+def test_a_run_that_goes_on_and_is_stopped_again_keeps_no_second_copy_of_what_the_first_had_found(
+    tmp_path: Path, log: Path
+) -> None:
+    store, state, seen = AdapterStore(tmp_path / "adapters"), tmp_path / "state", [0]
+
+    def until(step: int) -> DistillOutcome:
+        seen[:] = [0]
+        told, stop = (lambda at: seen.append(at.step)), (lambda: seen[-1] >= step)
+        return distill(log, store, BASE, small_draft(), SHORT, told, stop, state=state)
+
+    first = until(30)
+    assert first.manifest is not None
+    again = until(1)  # after its first step
+    assert again.stopped
+    assert again.manifest is None
+    assert [m.id for m in store.list()] == [first.manifest.id]
+    last = distill(log, store, BASE, small_draft(), SHORT, state=state)
+    assert any("going on with the run that was interrupted" in note for note in last.notes)
+    assert last.manifest is not None
+    assert training_seconds(store) == last.manifest.train_seconds > first.manifest.train_seconds
+
+
+@pytest.mark.parametrize("damage", ["names", "shapes", "standing", "key"])
+def test_a_state_that_cannot_be_read_begins_anew_and_changes_nothing(tmp_path: Path, damage: str) -> None:
+    def opened(wide: int = 3) -> tuple[TrainingState, list[torch.nn.Parameter], torch.optim.Optimizer]:
+        weights = [torch.nn.Parameter(torch.ones(2, wide)), torch.nn.Parameter(torch.ones(4))]
+        optimizer = torch.optim.AdamW(weights)
+        sum(weight.sum() for weight in weights).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        state = TrainingState(tmp_path / "state")
+        state.begin(["a run"], [], 7)
+        return state, weights, optimizer
+
+    state, weights, optimizer = opened()
+    state.save(Standing(step=5, best={"w": torch.ones(1)}), weights, optimizer)
+    again, fresh, other = opened(3 if damage != "shapes" else 5)
+    if damage == "shapes":
+        assert again.load(fresh, other) is None
+    else:
+        standing = again.load(fresh, other)
+        assert standing is not None
+        assert standing.step == 5
+        assert torch.equal(fresh[0], weights[0])
+        with safe_open(tmp_path / "state", "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            meta = json.loads(file.metadata()["round"])
+        if damage == "names":
+            tensors["weigit/0"] = tensors.pop("weight/0")
+        else:
+            held = meta if damage == "key" else meta["standing"]
+            held["kex" if damage == "key" else "stfp"] = held.pop("key" if damage == "key" else "step")
+        save_file(tensors, tmp_path / "state", metadata={"round": json.dumps(meta)})
+        again, fresh, other = opened()
+        assert again.load(fresh, other) is None
+        assert again.last_id() == (None if damage == "key" else 7)
+    assert not torch.equal(fresh[0], torch.zeros_like(fresh[0]))
+    assert len({round(value, 6) for value in fresh[0].detach().flatten().tolist()}) == 1
