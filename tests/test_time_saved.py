@@ -103,19 +103,21 @@ ROUNDS = (
     Round("model", 2, 1, 0.01, 0.05),
     Round("none", 0, 0, 0.0, 0.09),  # right after a drafting round: may be slower than plain decoding
     Round("none", 0, 0, 0.0, 0.04),
+    Round("none", 0, 0, 0.3, 0.05),  # the draft read the prompt, and then proposed nothing
+    Round("none", 0, 0, 0.0, 0.09),
 )
 
 
 def test_the_log_sums_up_rounds_as_they_are_written_and_older_logs_are_brought_up_to_it(tmp_path: Path) -> None:
     path = tmp_path / "records.db"
     with LogWriter(path) as writer:
-        writer.write(generation(rounds=ROUNDS, tokens=7, seconds=0.4))
+        writer.write(generation(rounds=ROUNDS, tokens=9, seconds=0.9))
         writer.write(generation(rounds=(), tokens=1))
         writer.write(generation(rounds=ROUNDS[2:4], tokens=4, seconds=0.2))
     with Log(path) as log:
         fresh = log.spent()
     assert fresh == (
-        Spent(1, 6, pytest.approx(0.4), 5, pytest.approx(0.27), 3, pytest.approx(0.12)),
+        Spent(1, 8, pytest.approx(0.9), 7, pytest.approx(0.71), 3, pytest.approx(0.12)),
         Spent(3, 3, pytest.approx(0.2), 2, pytest.approx(0.15), 0, 0.0),
     )
     connection = sqlite3.connect(path)

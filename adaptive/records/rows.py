@@ -18,7 +18,7 @@ import numpy.typing as npt
 from adaptive.errors import AdaptiveError
 from adaptive.records.codec import decode, encode
 from adaptive.records.figures import packed
-from adaptive.records.stats import count_rounds, learned_rounds
+from adaptive.records.stats import asked, count_rounds, learned_rounds
 from adaptive.types import Generation, Message, Round, SamplingParams, Timings
 
 # The columns that the checksum covers, in this order. A new column goes after "checksum".
@@ -82,12 +82,13 @@ def insert(connection: sqlite3.Connection, generation: Generation, number: int |
 
 def _times(rounds: Sequence[Round]) -> tuple[int, float, int, float]:
     """The values of ``round_times``: the number of rounds and their seconds, and the number and seconds of the plain
-    rounds that do not follow a drafting round.
+    rounds that do not follow a round for which the draft was asked.
 
-    A plain step right after a drafting round can take longer than the plain steps after it, so it is no measure of
+    A plain step right after such a round can take longer than the plain steps after it, so it is no measure of
     plain decoding.
     """
-    plain = [b for a, b in itertools.pairwise((None, *rounds)) if b and not b.drafted and not (a and a.drafted)]
+    pairs = itertools.pairwise((None, *rounds))
+    plain = [b for a, b in pairs if b is not None and not asked(b) and not (a is not None and asked(a))]
     total, steps = (sum(r.draft_s + r.verify_s for r in some) for some in (rounds, plain))
     return len(rounds), total, len(plain), steps
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from adaptive.errors import AdaptiveError
 from adaptive.records.figures import LONGEST_DRAFT, packed
-from adaptive.records.stats import RoundCount
+from adaptive.records.stats import ASKED, RoundCount
 from adaptive.types import FREE
 
 # Seconds that a statement waits for another process's lock. Too low: two assistants that
@@ -181,9 +181,21 @@ def tell_drafters_apart(connection: sqlite3.Connection) -> None:
         connection.execute("UPDATE figures SET own = ? WHERE generation = ?", (own, number))
 
 
+def leave_out_dropped_drafts(connection: sqlite3.Connection) -> None:
+    """Migration 8: ``round_times`` anew, where rounds whose draft was dropped or late had counted as plain."""
+    connection.execute(
+        """INSERT OR REPLACE INTO round_times
+        SELECT generation, count(*), sum(draft_s + verify_s), sum(plain), sum(plain * (draft_s + verify_s))
+        FROM (SELECT *, NOT asked AND lag(asked, 1, 0) OVER (PARTITION BY generation ORDER BY idx) = 0 AS plain
+              FROM (SELECT *, drafted > 0 OR draft_s > ? * verify_s AS asked FROM rounds))
+        GROUP BY generation""",
+        (ASKED,),
+    )
+
+
 MIGRATIONS = (
     create_tables, index_session_and_created, add_expected_seconds, add_checksum, add_round_times, sum_up_generations,
-    tell_drafters_apart,
+    tell_drafters_apart, leave_out_dropped_drafts,
 )  # fmt: skip
 
 

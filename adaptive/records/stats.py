@@ -12,6 +12,17 @@ from dataclasses import dataclass
 from adaptive.printable import counted
 from adaptive.types import Round
 
+# Share of a round's verification that its drafting takes at least if the draft is asked. A plain round reads the clock
+# twice, a thousandth of a pass of a millisecond. Too low: a machine that stops at that moment hides a plain round. Too
+# high: rounds whose draft was asked and proposed nothing count as plain decoding, which then looks too slow.
+ASKED = 0.01
+
+
+def asked(outcome: Round) -> bool:
+    """Whether the draft was asked in a round: it proposed tokens, or took time and proposed none (its first token was
+    not worth verifying, or it came late)."""
+    return outcome.drafted > 0 or outcome.draft_s > ASKED * outcome.verify_s
+
 
 @dataclass(frozen=True, order=True)
 class RoundCount:
