@@ -150,6 +150,20 @@ def test_a_right_guess_leaves_nothing_behind_when_others_make_the_next_rounds(
     assert list(found.tokens) == list(fresh.tokens)
 
 
+def test_fewer_tokens_may_be_asked_for_than_are_ready(models: tuple[TransformersEngine, TransformersEngine]) -> None:
+    """Near the end of an answer, say. The draft goes on behind what was proposed, not behind all that was ready."""
+    draft, committed = models[1], list(PROMPT)
+    ahead = drafter_of(GuessAhead, draft, GREEDY, VOCAB)
+    for length in (6, 2, 1, 3):
+        proposal = ahead.propose(committed, length)
+        assert proposal is not None
+        fresh = drafter_of(GuessAhead, draft, GREEDY, VOCAB).drafter.propose(committed, length)
+        assert list(proposal.tokens) == list(fresh.tokens)
+        committed += proposal.tokens
+        committed.append(int(draft.sequence().extend(committed, 1).argmax()))  # what the draft guesses
+        ahead.rollback(len(committed) - 1)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.3, seed=4)], ids=["greedy", "seed"])
 def test_whatever_the_target_says_the_next_proposal_is_the_same(

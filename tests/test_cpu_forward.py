@@ -44,6 +44,7 @@ from transformers import (
 from adaptive.engines.cpu.families import forward_kind
 from adaptive.engines.cpu.forward import FEW, CpuForward, cpu_forward
 from adaptive.engines.cpu.fused import fits
+from adaptive.engines.cpu.rotary import Rotations, Table
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -290,6 +291,33 @@ def test_a_token_beyond_the_vocabulary_is_an_error(linear_layers: str) -> None:
             forward(torch.tensor([3, token]), 1, cache)
         assert cache.length == 5
     forward(text(3), 1, cache)
+
+
+def test_a_pass_over_nothing_is_an_error(linear_layers: str) -> None:
+    """It would read before its first row."""
+    forward = own(made("llama", torch.float32))
+    if forward.fused:
+        with pytest.raises(ValueError, match="needs a token"):
+            forward.native_pass()([], 1, 0, 0, 0, 0, 0, 0, 0, 0, None, 1)
+
+
+def test_tables_that_cannot_grow_stay_as_they_are() -> None:
+    calls: list[int] = []
+
+    def at(positions: torch.Tensor) -> torch.Tensor:
+        calls.append(positions.shape[1])
+        if len(calls) == 2:
+            raise MemoryError
+        return torch.polar(torch.ones(positions.shape[1], 4), positions[0, :, None] * torch.ones(4))
+
+    rotations = Rotations((Table(8, at),), 10_000, torch.device("cpu"))
+    rotations.reach(100)
+    address = rotations.address
+    with pytest.raises(MemoryError):
+        rotations.reach(5000)
+    assert rotations.address == address
+    rotations.reach(5000)
+    assert len(rotations.tables[0][0]) >= 5000
 
 
 def test_llama_and_its_like_are_one_call(linear_layers: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptive.engines.cpu.memory import ALIGNED, LargePages
+from adaptive.engines.cpu.memory import ALIGNED, LargePages, asked_for
 
 MB = 1 << 20
 
@@ -53,6 +53,11 @@ def test_large_pages_are_asked_for_and_memory_goes_with_its_last_piece() -> None
     assert " hg" in flags_at(address)
     del second
     assert " hg" not in flags_at(address)
+
+
+def test_memory_that_is_not_there_is_an_error_of_memory() -> None:
+    with pytest.raises(MemoryError, match="could not be allocated"):
+        asked_for(1 << 60)
 
 
 def test_a_system_without_large_pages_has_ordinary_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-from adaptive.engines.cpu.delta import HELD, DeltaNet, DeltaSizes, States
+from adaptive.engines.cpu.delta import HELD, ROOM, DeltaNet, DeltaSizes, States
 
 pytestmark = pytest.mark.usefixtures("instructions")
 # Key heads, value heads, key size, value size, kernel.
@@ -111,6 +111,28 @@ def test_a_token_does_not_depend_on_the_passes_that_brought_it(sizes: DeltaSizes
                 other.copy(states, dice.randrange(states.length + 1))
                 states = other
     assert ahead > 10
+
+
+@torch.inference_mode()
+def test_growing_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = SIZES[0]
+    net, projected = DeltaNet(layer(sizes), sizes), inputs(sizes, 40 + ROOM)
+    right = through(net, States(sizes, [net]), projected)
+    states, made, zeros = States(sizes, [net]), [], torch.zeros
+
+    def no_memory(*shape: int) -> torch.Tensor:
+        made.append(shape)
+        if len(made) > 1:
+            raise MemoryError
+        return zeros(*shape)
+
+    found = [through(net, states, projected[:20])]
+    monkeypatch.setattr(torch, "zeros", no_memory)
+    with pytest.raises(MemoryError):
+        through(net, states, projected[20:])
+    monkeypatch.undo()
+    found += [through(net, states, projected[at : at + 10]) for at in range(20, len(projected), 10)]
+    torch.testing.assert_close(torch.cat(found), right)
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from adaptive.control.policy import Advice
 from adaptive.drafting.model import ModelDrafter
-from adaptive.engines.cpu import kernels
+from adaptive.engines.cpu import families, kernels
 from adaptive.engines.cpu.forward import FEW
 from adaptive.engines.head.engine import HeadEngine, HeadSequence
 from adaptive.engines.head.module import Head
@@ -271,6 +271,23 @@ def test_other_weights_are_taken_over_and_given_back(ours: bool, tmp_path: Path)
     with pytest.raises(AdaptiveError, match="cannot be read"):
         head.apply_adapter(tmp_path)
     assert torch.equal(said(), before)
+
+
+def test_other_weights_are_taken_over_however_little_memory_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are packed into the memory of the weights before them."""
+    target, head = engines("llama", grown=True)
+    if head.cpu_forward is None:
+        pytest.skip("there are no kernels for this processor, or none were built")
+    held, tokens = bound(target, head)[0], text(30)
+    held.extend(tokens[:-1], 1)
+    other = randomised(randomised(Head.from_target(target.model)))
+    other.write(tmp_path)
+    monkeypatch.setattr(families, "PACKED_SHARE", 0.0)
+    head.apply_adapter(tmp_path)
+    right = module_logits(other, held.features(0, 29), tokens)[-5:]
+    torch.testing.assert_close(head.sequence_of(held).extend(tokens, 5), right, rtol=0, atol=1e-3)
 
 
 def test_what_is_shared_with_the_target_is_not_packed_twice() -> None:

@@ -61,6 +61,8 @@ class GuessAhead(ModelDrafter):
             return self._proposed(committed, super().propose(committed, length, advise), 0)
         ready, rows = (self._ahead[1:], self._rows[1:]) if guessed else ([], [])
         tokens, rows = ready[:length], rows[:length]
+        if guessed:  # more may be ready than are asked for
+            self.sequence.rollback(min(self.sequence.length, len(committed) + len(tokens) - 1))
         if len(tokens) < length:
             more = super().propose([*committed, *tokens], length - len(tokens))
             more = None if more is None else more.closed()

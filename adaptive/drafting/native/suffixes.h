@@ -311,8 +311,10 @@ class Suffixes {
   }
 
   Segment& room() {
-    if (segments.empty() || segments.back()->full())
-      segments.push_back(std::make_unique<Segment>(next++, std::min(largest, std::max(std::min(SMALLEST, largest), held))));
+    if (segments.empty() || segments.back()->full()) {
+      segments.push_back(std::make_unique<Segment>(next, std::min(largest, std::max(std::min(SMALLEST, largest), held))));
+      next++;  // not before: without memory there is no segment of that number
+    }
     return *segments.back();
   }
 

@@ -100,14 +100,13 @@ class CpuCache:
                     buffer[:, :, :, : self.capacity] = before
                 if self.hidden is not None and hidden is not None:
                     hidden[: self.capacity] = self.hidden
-        if hidden is not None:
-            self.hidden, self.hidden_address = hidden, hidden.data_ptr()
-        self._buffers = buffers
-        self.addresses = array("Q", [each.data_ptr() for each in self._each(buffers)])
-        self.table = self.addresses.buffer_info()[0]
+        addresses = array("Q", [each.data_ptr() for each in self._each(buffers)])
         if self.panel == 1:
             self._pairs = [torch.view_as_complex(buffer.unflatten(4, (-1, 2))) for buffer in buffers]
-        self.capacity = capacity
+        if hidden is not None:
+            self.hidden, self.hidden_address = hidden, hidden.data_ptr()
+        self.addresses, self.table, self.capacity = addresses, addresses.buffer_info()[0], capacity
+        self._buffers = buffers  # last: the addresses above are not those of the buffers that this frees
 
     def _each(self, groups: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The parts of tensors that have one part for each cache of a group, in the order of cache numbers."""

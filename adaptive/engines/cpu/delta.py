@@ -173,25 +173,27 @@ class States:
         if rows <= self._rows:
             return
         layers, room = len(self._nets), -(-max(rows, ROOM) // self._chunk) * self._chunk
-        inputs, chunks = self._inputs, self._chunks
-        if not self._rows:
-            self._states = [torch.zeros(layers, self.sizes.state) for _ in self._states]
-        self._inputs = torch.zeros(layers, room, self.sizes.channels)
-        self._chunks = torch.zeros(layers, room // self._chunk, self._chunk * self.sizes.held)
+        states = self._states if self._rows else [torch.zeros(layers, self.sizes.state) for _ in self._states]
+        inputs = torch.zeros(layers, room, self.sizes.channels)
+        chunks = torch.zeros(layers, room // self._chunk, self._chunk * self.sizes.held)
         if self._rows:
-            self._take(inputs, chunks)
-        self._rows = room
-        self._tables = [
-            array("Q", [part[i].data_ptr() for i in range(layers) for part in (*states, self._inputs, self._chunks)])
-            for states in (self._states, self._states[::-1])
+            self._copy(self._inputs, self._chunks, inputs, chunks)
+        tables = [
+            array("Q", [part[i].data_ptr() for i in range(layers) for part in (*pair, inputs, chunks)])
+            for pair in (states, states[::-1])
         ]
+        # Only now, so that an error above, such as no memory, leaves what is there in use.
+        self._states, self._tables, self._rows = states, tables, room
+        self._inputs, self._chunks = inputs, chunks
 
-    def _take(self, inputs: torch.Tensor, chunks: torch.Tensor) -> None:
-        """Copy from another ring what it has of this text's tokens."""
+    def _copy(
+        self, inputs: torch.Tensor, chunks: torch.Tensor, to_inputs: torch.Tensor, to_chunks: torch.Tensor
+    ) -> None:
+        """Copy what one ring has of this text's tokens to another."""
         rows = torch.arange(self._base - self.sizes.kernel + 1, self.length)
-        self._inputs[:, rows % self._inputs.shape[1]] = inputs[:, rows % inputs.shape[1]]
+        to_inputs[:, rows % to_inputs.shape[1]] = inputs[:, rows % inputs.shape[1]]
         places = torch.arange(self._base // self._chunk, -(-self.length // self._chunk))
-        self._chunks[:, places % self._chunks.shape[1]] = chunks[:, places % chunks.shape[1]]
+        to_chunks[:, places % to_chunks.shape[1]] = chunks[:, places % chunks.shape[1]]
 
     def begin(self, count: int, steps: int = 0) -> Any:
         """The kernels' ``Recall`` for a pass over ``count`` tokens, followed in the same call by at most ``steps``
@@ -300,7 +302,7 @@ class States:
         self._reserve(length - other._base + self.sizes.kernel - 1)
         self.length, self._base, self._ahead, self._stands = length, other._base, None, True
         self._states[0].copy_(other._states[0])
-        self._take(other._inputs, other._chunks)
+        self._copy(other._inputs, other._chunks, self._inputs, self._chunks)
         return length
 
     @property

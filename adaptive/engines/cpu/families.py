@@ -64,11 +64,16 @@ def forward_kind(
     return "fused" if fused else "native"
 
 
-def read_plan(model: PreTrainedModel, int8: bool = False, packed: Iterable[Packed] = ()) -> Plan | None:
+def read_plan(
+    model: PreTrainedModel, int8: bool = False, packed: Iterable[Packed] = (), again: bool = False
+) -> Plan | None:
     """The plan of ``model``, or None if the model has to run its own forward. ``int8`` as in ``PackedLinear``. Weights
-    that are already in ``packed``, in the same way and from the same memory, are not packed again."""
+    that are already in ``packed``, in the same way and from the same memory, are not packed again. ``again``: the model
+    had a plan before and nearly all of its weights are packed, so that the memory left is not asked for."""
     name = type(model).__name__
     if not type(model).__module__.startswith("transformers.models.") or not _plain(model):
+        return None
+    if not again and not _has_room(model):
         return None
     if forward_kind(name, model.config, model.dtype, model.device, int8) is None:
         return None
@@ -121,15 +126,10 @@ def _attention_softcap(config: Any) -> float | None:
 
 
 def _plain(model: PreTrainedModel) -> bool:
-    """Whether the weights are of one dtype, on one device, not adapted, quantised, sharded, hooked or replaced, and
-    memory has room for a packed copy."""
+    """Whether the weights are of one dtype, on one device, not adapted, quantised, sharded, hooked or replaced."""
     weights = list(model.parameters())
     kinds = {(weight.dtype, weight.device) for weight in weights}
     if len(kinds) != 1 or getattr(model, "peft_config", None):
-        return False
-    read = (module for module in model.modules() if not isinstance(module, nn.Embedding))  # these are not packed
-    copied = sum(weight.nbytes for module in read for weight in module.parameters(recurse=False))
-    if copied > PACKED_SHARE * psutil.virtual_memory().available:
         return False
     if getattr(model, "quantization_method", None) or getattr(model, "_tp_size", None):
         return False
@@ -139,6 +139,13 @@ def _plain(model: PreTrainedModel) -> bool:
         if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
             return False
     return True
+
+
+def _has_room(model: PreTrainedModel) -> bool:
+    """Whether memory has room for a packed copy of the weights."""
+    read = (module for module in model.modules() if not isinstance(module, nn.Embedding))  # these are not packed
+    copied = sum(weight.nbytes for module in read for weight in module.parameters(recurse=False))
+    return bool(copied <= PACKED_SHARE * psutil.virtual_memory().available)
 
 
 def _dtypes(model: PreTrainedModel, int8: bool) -> tuple[torch.dtype, torch.dtype, torch.dtype]:

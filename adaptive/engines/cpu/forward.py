@@ -113,9 +113,14 @@ class CpuForward:
 
     def refresh(self, modules: frozenset[str]) -> None:
         """Take over changed weights of these modules (their names in the model)."""
+        self.forget_pass()
         for linear in self.plan.linears:
             if any(self.plan.names.get(module) in modules for module in linear.modules):
                 linear.refresh()
+
+    def forget_pass(self) -> None:
+        """Make the next pass read anew where the weights are, since they are about to change. Whatever interrupts the
+        change, no pass reads memory that it has freed."""
         self._decoder = None
 
     @torch.inference_mode()
@@ -258,10 +263,11 @@ class CpuForward:
         start, size = cache.length, len(tokens)
         rope, decoder = self.prepare(start + size, cache), self.native_pass()
         place, fewer = (0, 0) if q is None else (address(q), width(q))
-        threads, recall, began = self.threads_for(size), cache.begin(size), time.perf_counter()
+        sampling, out, threads = self.sampling.native(call.sampling), address(logits), self.threads_for(size)
+        recall, began = cache.begin(size), time.perf_counter()  # last: an error from here on undoes a pass
         try:
             found = decoder.verify(
-                self.sampling.native(call.sampling),
+                sampling,
                 tokens,
                 len(call.drafted),
                 place,
@@ -273,7 +279,7 @@ class CpuForward:
                 cache.capacity,
                 start,
                 cache.hidden_address,
-                address(logits),
+                out,
                 recall,
                 threads,
             )

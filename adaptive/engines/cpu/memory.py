@@ -47,8 +47,11 @@ class LargePages:
 
 
 def asked_for(size: int) -> mmap.mmap:
-    """Memory of ``size`` bytes, in large pages where the system has them."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Memory of ``size`` bytes, in large pages where the system has them. Raises MemoryError."""
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes could not be allocated") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without large pages
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -64,12 +64,14 @@ class Rotations:
 
     @torch.inference_mode()
     def _extend(self, length: int) -> None:
-        self._length = min(max(2 * length, 2048), max(self._context_length, length))
-        positions = torch.arange(self._length, device=self._device)[None]
+        longer = min(max(2 * length, 2048), max(self._context_length, length))
+        positions = torch.arange(longer, device=self._device)[None]
         found = [at(positions) for at in self._at]
-        self.tables = [(r[:, None, None], torch.stack([r, torch.ones_like(r)])[:, None]) for r in found]
-        self._cos_sin = torch.cat([torch.view_as_real(r).flatten(1) for r in found], 1)
-        self.address, self.nbytes = self._cos_sin.data_ptr(), self._cos_sin[0].nbytes
+        tables = [(r[:, None, None], torch.stack([r, torch.ones_like(r)])[:, None]) for r in found]
+        cos_sin = torch.cat([torch.view_as_real(r).flatten(1) for r in found], 1)
+        # Only now, so that an error above, such as no memory, leaves what is there in use.
+        self.tables, self._cos_sin, self._length = tables, cos_sin, longer
+        self.address, self.nbytes = cos_sin.data_ptr(), cos_sin[0].nbytes
 
 
 def known_ropes(config: Any) -> bool:

@@ -351,11 +351,12 @@ class HeadEngine:
         # projection to all tokens is the target's and stays.
         stays = self.cpu_forward.plan.ids is head.ids
         linears = tuple(one for one in self.cpu_forward.plan.linears if stays or one is not projection)
+        self.cpu_forward.forget_pass()
         for linear in linears:
             if linear is not projection:
                 linear.refresh()
                 yield
-        plan = _plan(head, linears[-1].int8, (*linears, *self._shared))
+        plan = _plan(head, linears[-1].int8, (*linears, *self._shared), again=True)
         assert plan is not None
         self.cpu_forward.use(plan)
 
@@ -368,11 +369,11 @@ def _forward(head: Head, int8: bool, packed: Iterable[Packed]) -> CpuForward | N
 
 
 @torch.inference_mode()
-def _plan(head: Head, int8: bool, packed: Iterable[Packed]) -> Plan | None:
+def _plan(head: Head, int8: bool, packed: Iterable[Packed], again: bool = False) -> Plan | None:
     """The plan of a head's layer and the modules before it; None if the layer is not supported. Weights that are in
-    ``packed`` already are not packed again."""
+    ``packed`` already are not packed again. ``again`` as in ``read_plan``."""
     packed = tuple(packed)
-    body = read_plan(head.body, int8, packed)
+    body = read_plan(head.body, int8, packed, again)
     if body is None:
         return None
     # A decoder that scales its embeddings (Granite) scales the output of ``fuse`` by the same factor.

@@ -114,6 +114,7 @@ struct Wanted {
          int start, Address kept, Address given_features, int feature_count, const Recall* recall)
       : sampling(sampling), tokens(std::move(given)), drafted(length), uniform(std::move(numbers)),
         asked{adviser, masker, nullptr} {
+    if (tokens.empty()) throw nb::value_error("a pass needs a token");
     if (!sampling.greedy && !sampling.seeded && (int(uniform.size()) < length || !probs))
       throw nb::value_error("a proposal that is drawn needs random numbers and a place for its distributions");
     const Adviser who{thresholds ? &thresholds->stopping : nullptr, adviser.is_none() ? nullptr : Asked::advice, &asked};
@@ -420,6 +421,7 @@ void bind(nb::module_& m) {
       .def("__call__", [](const Decoder& self, const Tokens& tokens, int rows, Address cos_sin, Address caches, int64_t capacity,
                           int start, Address kept, Address given, int known, Address logits, const Recall* recall,
                           int threads) {
+        if (tokens.empty()) throw nb::value_error("a pass needs a token");
         bool done;
         {
           nb::gil_scoped_release unlocked;
