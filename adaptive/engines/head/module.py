@@ -41,6 +41,15 @@ FORMAT = 1
 FEATURES = "last"
 # The name of the tensor with the draft vocabulary in a head's file.
 VOCABULARY = "vocabulary"
+# In the config of a mixture: how many experts there are, how many of them a token uses, and their groups.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+GROUPS = ("n_group", "num_expert_group", "topk_group")
+# A mixture's head has this many experts, and every token uses all of them (some routers need two). Together they are as
+# wide as the target's that a token uses, and at most WIDEST times as wide as the model, as in models without experts.
+FEW, WIDEST = 2, 4
+# The modules whose result a layer adds to its input.
+ADDED = frozenset({"o_proj", "down_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "c_proj", "w2", "wo"})
 
 
 class Head(nn.Module):
@@ -180,13 +189,14 @@ class Head(nn.Module):
 
     def reset(self) -> None:
         """Return to the initial state: the layer is the target's last, ``fuse`` passes on the feature alone, and there
-        is no draft vocabulary."""
+        is no draft vocabulary. Where the target has no such weights that can be read (quantised ones, the experts of a
+        mixture), the layer's are random, and zero where it adds to its input."""
         self.draft_among(None)
-        if self._first:
-            self.layer.load_state_dict(self._first)
-        else:  # a target with quantised weights: the layer is zero until a head's own weights are loaded
-            for parameter in self.layer.parameters():
-                nn.init.zeros_(parameter)
+        here = self.layer.state_dict()
+        first = {name: x for name, x in self._first.items() if name in here and x.shape == here[name].shape}
+        if len(first) < len(here):
+            _initialise(self.layer, self.body)
+        self.layer.load_state_dict(first, strict=False)
         nn.init.ones_(self.token_norm.weight)
         nn.init.ones_(self.feature_norm.weight)
         with torch.no_grad():
@@ -271,8 +281,21 @@ class Head(nn.Module):
             self.body.vocab_size = projection.out_features
 
 
+@torch.no_grad()
+def _initialise(layer: nn.Module, model: Any) -> None:
+    """Initialise a ``layer`` of ``model`` as for training, the same way each time, so that it adds nothing yet."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for module in layer.modules():
+            model._init_weights(module)
+    for name, parameter in layer.named_parameters():
+        if ADDED & set(name.split(".")):
+            parameter.zero_()
+
+
 def head_config(target: Any) -> Any:
-    """The config of a head for a target with this text config: a copy for the last layer alone."""
+    """The config of a head for a target with this text config: a copy for the last layer alone. A mixture's head has
+    FEW experts: a draft is to read few weights, and all of them are trained."""
     layers = int(target.num_hidden_layers)
     config = copy.deepcopy(
         target.per_layer_config[layers - 1] if getattr(target, "is_heterogeneous", False) else target
@@ -283,6 +306,14 @@ def head_config(target: Any) -> Any:
     config.num_hidden_layers = 1
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    used = max((getattr(config, name, None) or 1 for name in USED), default=1)
+    if any((getattr(config, name, None) or 1) > FEW for name in EXPERTS):
+        for name in (*EXPERTS, *USED, *GROUPS):
+            if getattr(config, name, None) is not None:
+                setattr(config, name, 1 if name in GROUPS else FEW)
+        wide = "moe_intermediate_size" if getattr(config, "moe_intermediate_size", None) else "intermediate_size"
+        each = getattr(config, wide)
+        setattr(config, wide, max(each, min(used * each, WIDEST * config.hidden_size)) // FEW)
     return config
 
 

@@ -29,8 +29,8 @@ Tensors = Mapping[str, torch.Tensor]
 @dataclass(frozen=True)
 class Parts:
     """A target's tensors, each by its name in its module, and its text ``config``. ``embedding`` has ``weight`` (vocab,
-    width). ``layer`` is the target's last layer; it is empty if its weights are quantised, except for weights of eight
-    bits that are read from a folder."""
+    width). ``layer`` is the target's last layer, without the experts of a mixture, and without quantised weights except
+    those of eight bits that are read from a folder."""
 
     config: Any
     embedding: Tensors
@@ -48,16 +48,24 @@ def parts_of_model(target: PreTrainedModel) -> Parts:
     """The parts of a loaded target; they share its memory. Raises AdaptiveError if its structure is not supported."""
     decoder = decoder_of(target)
     embedding, projection = target.get_input_embeddings(), target.get_output_embeddings()
-    layer = dict(decoder.layers[-1].state_dict())
-    if not all(tensor.is_floating_point() and tensor.element_size() > 1 for tensor in layer.values()):  # quantised
-        layer = {}
+    layer = {name: tensor for name, tensor in decoder.layers[-1].state_dict().items() if not of_experts(name)}
     return Parts(
         target.config.get_text_config(),
         dict(embedding.state_dict()),
         dict(decoder.norm.state_dict()),
         dict(projection.state_dict()),
-        layer,
+        _plain(layer),
     )
+
+
+def of_experts(name: str) -> bool:
+    """Whether a tensor of a layer belongs to the experts of a mixture. A grown head has no such experts."""
+    return "experts" in name.split(".")
+
+
+def _plain(layer: Tensors) -> Tensors:
+    """The tensors of a layer that are not quantised."""
+    return {name: x for name, x in layer.items() if x.is_floating_point() and x.element_size() > 1}
 
 
 def shared_of_model(target: PreTrainedModel) -> Parts:
@@ -77,7 +85,8 @@ def parts_of_folder(folder: Path, trust_remote_code: bool = False) -> Parts:
         )
     if any(not tensor.is_floating_point() for part in (embedding, norm, projection) for tensor in part.values()):
         raise AdaptiveError(f"no head can be grown on the target in {folder}: its embedding is quantised")
-    return Parts(config, embedding, norm, projection or embedding, multiplied(layer) or {})
+    known = multiplied(layer)
+    return Parts(config, embedding, norm, projection or embedding, _plain(layer) if known is None else known)
 
 
 def parts_bytes(folder: Path, trust_remote_code: bool = False) -> int:
@@ -106,7 +115,9 @@ def _parts(folder: Path, trust_remote_code: bool) -> Iterator[tuple[Any, dict[st
                 )
             before = [f"{prefix}embed_tokens.", f"{prefix}norm.", f"{prefix}layers.{config.num_hidden_layers - 1}."]
             before.insert(2, "/" if config.tie_word_embeddings or not heads else heads[0].removesuffix("weight"))
-            yield config, where, [{name.removeprefix(p): name for name in where if name.startswith(p)} for p in before]
+            parts = [{name.removeprefix(p): name for name in where if name.startswith(p)} for p in before]
+            parts[-1] = {short: name for short, name in parts[-1].items() if not of_experts(short)}
+            yield config, where, parts
     except AdaptiveError:
         raise
     except (OSError, ValueError, SafetensorError) as error:
