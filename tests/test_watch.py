@@ -103,6 +103,35 @@ def test_of_what_the_gate_judged_no_more_is_asked_than_it_promised(manifest: Man
     assert seen(rng, manifest, 0.9, answers(rng, 150, 0.5, 20))[1] > 0
 
 
+@pytest.mark.parametrize("late", [None, "0007"], ids=["the-plain-draft", "another-adapter"])
+def test_answers_of_the_draft_before_that_end_late_are_no_swap_back(manifest: Manifest, late: str | None) -> None:
+    """Where several are decoded at once; else the adapter would be compared with its own answers."""
+    rng, watch = random.Random(6), Watch()
+    for one in answers(rng, 40, 0.6, 20):
+        watch.observe(late, one)
+    for number, one in enumerate(answers(rng, 60, 0.2, 20)):
+        watch.observe(manifest.id, one)
+        if number % 6 == 5 and watch.verdict(manifest) is None:
+            watch.observe(late, next(answers(rng, 1, 0.6, 20)))
+            watch.observe("imported", [])
+    assert watch.verdict(manifest) is not None
+
+
+def test_what_an_adapter_said_before_a_rollback_is_forgotten(manifest: Manifest) -> None:
+    rng, watch = random.Random(7), Watch()
+    for rate, adapter in ((0.6, None), (0.1, manifest.id)):
+        for one in answers(rng, 40, rate, 20):
+            watch.observe(adapter, one)
+    assert watch.verdict(manifest) is not None
+    watch.rolled_back(manifest.id)
+    assert watch.state(manifest) == "not judged: no answer yet"
+    for one in answers(rng, 20, 0.6, 20):
+        watch.observe(None, one)
+    watch.observe(manifest.id, next(answers(rng, 1, 0.6, 20)))
+    assert watch.verdict(manifest) is None
+    assert "goes back where" in watch.state(manifest)
+
+
 def test_plain_answers_after_a_restart_do_not_roll_the_adapter_back(taught: Taught) -> None:
     """As after ``--draft-length 0`` and some answers: earlier acceptance is in the log, and nothing is drafted now."""
     store = AdapterStore(taught.state.adapters)

@@ -339,7 +339,7 @@ class Trainer:
             except InUseChanged:
                 self._doubt(before)
                 return
-            self._watch.rolled_back()
+            self._watch.rolled_back(current)
             self._doubt(replace(doubts, settled=log.last_id()))
             logger.warning("adapter %s is rolled back: %s", current, reason)
 

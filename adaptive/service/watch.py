@@ -54,41 +54,40 @@ class Watch:
     """Judged tokens by adapter. One thread calls ``observe``; another may call the other methods."""
 
     def __init__(self) -> None:
-        self._adapter: str | None = None
-        self._before: tuple[JudgedTokens, ...] = ()
-        self._now: deque[JudgedTokens] = deque(maxlen=WINDOW)
-        self._undrafted = 0  # newest consecutive answers that drafted nothing
+        self._answers: dict[str | None, deque[JudgedTokens]] = {}  # the newest that drafted, by adapter
+        self._references: dict[str | None, tuple[JudgedTokens, ...]] = {}  # for each, those of the draft before it
+        self._latest: str | None = None  # the adapter of the newest answer that drafted
+        self._undrafted: dict[str | None, int] = {}  # by adapter: newest consecutive answers that drafted nothing
         self._lock = threading.Lock()
 
     def observe(self, adapter: str | None, rounds: Iterable[RoundCount]) -> None:
-        """Add the rounds of one answer. A different adapter than before means a swap."""
+        """Add the rounds of one answer. The first of an adapter mean that it has come into use. Answers of the draft
+        before it may still follow, where several are decoded at once."""
         seen = judged_tokens(rounds)
         with self._lock:
-            if adapter != self._adapter:
-                if _is_measure(self._now):  # else the earlier reference stays
-                    self._before = tuple(self._now)
-                self._adapter = adapter
-                self._now.clear()
-                self._undrafted = 0
+            if adapter not in self._answers:
+                before = self._answers.get(self._latest, ())
+                known = tuple(before) if _is_measure(before) else self._references.get(self._latest, ())
+                self._references[adapter], self._answers[adapter] = known, deque(maxlen=WINDOW)
             if seen.judged:
-                self._now.append(seen)
-            self._undrafted = 0 if seen.judged else self._undrafted + 1
+                self._answers[adapter].append(seen)
+                self._latest = adapter
+            self._undrafted[adapter] = 0 if seen.judged else self._undrafted.get(adapter, 0) + 1
 
-    def rolled_back(self) -> None:
+    def rolled_back(self, adapter: str) -> None:
         """After a rollback: forget the adapter's answers, so that only new ones count if it returns."""
         with self._lock:
-            self._now.clear()
+            self._answers.pop(adapter, None)
 
     def forgive(self) -> None:
-        """Drop the reference, because it was measured on other text."""
+        """Drop the references, because they were measured on other text."""
         with self._lock:
-            self._before = ()
+            self._references.clear()
 
     def verdict(self, manifest: Manifest | None) -> str | None:
         """The reason to roll back the adapter in use, or None. ``manifest`` is that of the adapter."""
-        with self._lock:
-            now, adapter, before = tuple(self._now), self._adapter, self._before
-        if manifest is None or manifest.id != adapter or not now or not before:
+        now, before, _ = self._of(manifest)
+        if manifest is None or not now or not before:
             return None
         limit = _limit(before, manifest)
         if evidence(now, limit) < math.log(1 / ERROR):
@@ -100,11 +99,10 @@ class Watch:
 
     def state(self, manifest: Manifest | None) -> str:
         """The state of the judgement in words. ``manifest`` is that of the adapter in use, None without one."""
-        with self._lock:
-            now, adapter, before, undrafted = tuple(self._now), self._adapter, self._before, self._undrafted
+        now, before, undrafted = self._of(manifest)
         if manifest is None:
             return "no adapter in use"
-        if manifest.id != adapter:
+        if not now and not undrafted:
             return "not judged: no answer yet"
         if not now or undrafted >= IDLE_ANSWERS:
             return "not judged: not drafting"
@@ -112,6 +110,14 @@ class Watch:
         if not before:
             return f"{seen}; not judged: nothing is known of the draft before"
         return f"{seen}; goes back where that is surely below {_limit(before, manifest):.2f}"
+
+    def _of(self, manifest: Manifest | None) -> tuple[tuple[JudgedTokens, ...], tuple[JudgedTokens, ...], int]:
+        """An adapter's answers, those of its reference, and its newest consecutive answers that drafted nothing."""
+        if manifest is None:
+            return (), (), 0
+        with self._lock:
+            now, before = self._answers.get(manifest.id, ()), self._references.get(manifest.id, ())
+            return tuple(now), before, self._undrafted.get(manifest.id, 0)
 
 
 def evidence(answers: Sequence[JudgedTokens], limit: float) -> float:
