@@ -6,7 +6,7 @@ before and after (``Spent``). Out: ``Promotion``, kept in ``promotions.json`` be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -82,10 +82,11 @@ def perfect_speed_up(costs: CostTable) -> float:
     return seconds_a_token((), costs) / seconds_a_token([1.0] * LONGEST, costs)
 
 
-def checked(promotion: Promotion, spent: Sequence[Spent]) -> Promotion | None:
-    """``promotion`` with its measured ratio; None if there are too few answers, or too few plain rounds, to tell."""
+def checked(promotion: Promotion, spent: Sequence[Spent], own: Collection[int]) -> Promotion | None:
+    """``promotion`` with its measured ratio; None if there are too few answers, or too few plain rounds, to tell.
+    ``own``: the ids of all answers that its adapter drafted; it may have been out of use for a while."""
     before = [one for one in spent if one.id <= promotion.answer][-CHECKED:]
-    after = [one for one in spent if one.id > promotion.answer][:CHECKED]
+    after = [one for one in spent if one.id > promotion.answer and one.id in own][:CHECKED]
     if min(len(before), len(after)) < CHECKED:
         return None
     change = speed_change(spent, {one.id for one in before}, {one.id for one in after})

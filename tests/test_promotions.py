@@ -106,7 +106,7 @@ def test_a_promotion_is_foreseen_and_checked_and_both_are_kept(
     assert found.expected == foreseen.expected
     assert found.came == pytest.approx(0.3 / 0.2, rel=0.02)  # rounds of 20 ms, then of 10 ms
     said = [record.getMessage() for record in caplog.records]
-    assert any("1.40 times as fast as now, by replay" in line for line in said)
+    assert any("1.40 times as fast as before, by replay" in line for line in said)
     assert any("1.50 times came" in line for line in said)
 
 
@@ -121,6 +121,38 @@ def test_an_adapter_that_comes_back_after_a_rollback_is_no_promotion(taught: Tau
             for in_use in (first, second, first):
                 gains.look(log, store.show(in_use), lambda: COSTS)
             assert [promotion.adapter for promotion in load(taught.state.promotions)] == [first, second]
+
+
+def test_what_came_is_told_by_the_adapters_own_answers(tmp_path: Path) -> None:
+    """It was rolled back after ten answers, and came back after forty."""
+    path = tmp_path / "records.db"
+    rounds = [(None, 0.02)] * 60 + [("0002", 0.01)] * 10 + [(None, 0.02)] * 40 + [("0002", 0.01)] * 40
+    write_log(path, [answered(n, adapter, round_s) for n, (adapter, round_s) in enumerate(rounds)])
+    with Log(path) as log:
+        own = {one.id for one in log.figures() if one.adapter == "0002"}
+        found = checked(Promotion("0002", 0.0, 60, 1.5, 1.5), log.spent(), own)
+    assert found is not None
+    assert found.came == pytest.approx(0.3 / 0.2, rel=0.02)
+    assert found.answers == 40
+
+
+def test_what_to_expect_of_a_head_is_told_by_what_its_own_steps_take(taught: Taught) -> None:
+    store, path = AdapterStore(taught.state.adapters), taught.state.records
+
+    def write_head(folder: Path) -> None:
+        write(folder)
+        (folder / "adapter_model.safetensors").rename(folder / "model.safetensors")
+        (folder / "adapter_config.json").rename(folder / "config.json")
+
+    head = store.publish(write_head, replace(NEW, kind="head", recent=held_out((0.01, 1.01), (0.5, 1.5)))).id
+    write_log(path, [answered(n, None, 0.02) for n in range(40)])
+    gains, dear = Gains(taught.state), replace(COSTS, draft_s=0.01)  # a step over all tokens
+    with Log(path) as log:
+        gains.look(log, store.show(head), lambda: dear)
+        assert load(taught.state.promotions)[-1].expected is None
+        write_log(path, [answered(n, head, 0.01) for n in range(40, 45)])
+        gains.look(log, store.show(head), lambda: COSTS)
+    assert load(taught.state.promotions)[-1].expected == pytest.approx(1.5 / 1.07, rel=1e-3)
 
 
 def test_a_slower_machine_is_not_a_worse_adapter(tmp_path: Path) -> None:
@@ -139,7 +171,7 @@ def test_a_slower_machine_is_not_a_worse_adapter(tmp_path: Path) -> None:
     ]
     write_log(path, [*(answered(n, None, 0.015) for n in range(60)), *slow])
     with Log(path) as log:
-        found = checked(Promotion("0001", 0.0, 60, 1.0, 1.0), log.spent())
+        found = checked(Promotion("0001", 0.0, 60, 1.0, 1.0), log.spent(), range(61, 121))
     assert found is not None
     assert found.came == pytest.approx(1.0, abs=0.15)
 

@@ -20,6 +20,9 @@ logger = logging.getLogger("adaptive.trainer")
 
 # Answers after which a check is repeated that had too little data.
 AGAIN = 20
+# Answers after a head's promotion whose costs tell what to expect. A head may draft among other tokens than the one
+# before it, an untrained one drafts among all, and what a step takes follows from their number.
+MEASURED = 5
 
 
 class Gains:
@@ -41,24 +44,37 @@ class Gains:
             self._promoted(in_use, log.last_id(), costs())
             return
         last = self._known[-1]
-        if last.adapter == in_use.id and last.came is None and log.last_id() >= self._check_at:
+        if last.adapter != in_use.id or last.came is not None:
+            return
+        newest = log.last_id()
+        if in_use.kind == "head" and last.expected is None and newest >= last.answer + MEASURED:
+            self._keep([*self._known[:-1], self._foreseen(last, in_use, costs())])
+        if newest >= self._check_at:
             self._check(log)
 
     def _promoted(self, manifest: Manifest, newest: int, costs: CostTable | None) -> None:
         self._check_at = newest + CHECKED
         promotion = Promotion(manifest.id, time.time(), newest, None, None)
-        if manifest.recent is not None and costs is not None:
-            expected, over_plain = expected_speed(manifest.recent, costs)
-            promotion = replace(promotion, expected=expected, over_plain=over_plain)
-            logger.info(
-                "adapter %s: %.2f times as fast as now, by replay, and %.2f times as fast as plain decoding",
-                *(manifest.id, expected, over_plain),
-            )
+        if manifest.kind != "head":
+            promotion = self._foreseen(promotion, manifest, costs)
         self._keep([*self._known, promotion])
+
+    def _foreseen(self, promotion: Promotion, manifest: Manifest, costs: CostTable | None) -> Promotion:
+        """The promotion with the speed that the gate's replay and these costs promise, if both are known."""
+        if manifest.recent is None or costs is None:
+            return promotion
+        expected, over_plain = expected_speed(manifest.recent, costs)
+        logger.info(
+            "adapter %s: %.2f times as fast as before, by replay, and %.2f times as fast as plain decoding",
+            *(manifest.id, expected, over_plain),
+        )
+        return replace(promotion, expected=expected, over_plain=over_plain)
 
     def _check(self, log: Log) -> None:
         self._check_at = log.last_id() + AGAIN
-        found = checked(self._known[-1], log.spent())
+        promotion = self._known[-1]
+        own = {one.id for one in log.figures() if one.adapter == promotion.adapter}
+        found = checked(promotion, log.spent(), own)
         if found is not None:
             logger.info("adapter %s: %s", found.adapter, found.text)
             self._keep([*self._known[:-1], found])
