@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -224,12 +225,15 @@ def _in_use(store: AdapterStore) -> Manifest:
 def _export(
     settings: Settings, store: AdapterStore, manifest: Manifest, folder: Path, kind: Kind, encoding: str
 ) -> Path:
-    """The draft with the adapter merged, in the server's format; written once for each adapter."""
+    """The draft with the adapter merged, in the server's format; written once for each adapter. Other pairs, whose
+    adapters have the same ids, may use the same ``folder``."""
     from adaptive.upstream.publishing import takes_gguf
     from cli.adapters import model_of, write_merged
     from cli.export import write_checkpoint
 
-    name = f"draft-{manifest.id}-{encoding}.gguf" if takes_gguf(kind) else f"draft-{manifest.id}"
+    name = f"draft-{manifest.id}-{_digest(manifest)}"
+    if takes_gguf(kind):
+        name += f"-{encoding}.gguf"
     path, part = folder / name, folder / f".{name}.part"
     if path.exists():
         return path
@@ -247,6 +251,12 @@ def _export(
     finally:
         _discard(part)
     return path
+
+
+def _digest(manifest: Manifest) -> str:
+    """Eight hexadecimal digits that tell apart adapters of one id, by their weights and those of their draft."""
+    whole = json.dumps([manifest.base.weights, sorted(manifest.files.items())])
+    return hashlib.sha256(whole.encode()).hexdigest()[:8]
 
 
 def _discard(part: Path) -> None:

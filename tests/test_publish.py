@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shlex
+import shutil
 import socket
 import stat
 from collections.abc import Iterator
@@ -78,6 +79,51 @@ def test_an_option_that_only_begins_the_same_stays() -> None:
     start = "llama-server --spec-draft-model-path x --spec-draft-n-max=3"
     told = edited(start, LLAMA_SERVER, {"--spec-draft-n-max": "7", "--spec-draft-model": "y"})
     assert told == "llama-server --spec-draft-model y --spec-draft-model-path x --spec-draft-n-max=7"
+
+
+@pytest.mark.parametrize(
+    ("kind", "start", "kept"),
+    [
+        (LLAMA_SERVER, "llama-server -md old.gguf --draft-max 16 -ngld 9", " -ngld 9"),
+        (LLAMA_SERVER, "llama-server --spec_draft_model \\\n  old.gguf -m t; echo", " -m t; echo"),
+        (LLAMA_SERVER, """llama-server -hfd 'old/draft:q8' --model-draft 'old'\\ "\\"old\\"".gguf -m t""", " -m t"),
+        (LLAMA_SERVER, "# llama-server --spec-draft-model a\nllama-server", "# llama-server --spec-draft-model a\n"),
+        (LLAMA_SERVER, "llama-server -m t # -md it's b", " # -md it's b"),
+        (LLAMA_SERVER, "curl -md x http://y\nllama-server -m t", "curl -md x http://y\n"),
+        (VLLM, """vllm serve m -sc '{\n "model": "old"\n}' --port 1""", " --port 1"),
+        (VLLM, 'vllm serve m --speculative-config {\\"model\\":\\"old\\"} --port 1', " --port 1"),
+        (VLLM, 'vllm serve m --speculative_config="{\\"model\\": \\"old one\\"}" --port 1', " --port 1"),
+        (VLLM, "vllm serve m --spec-model old --spec-tokens=3 --port 1", " --port 1"),
+        (SGLANG, "sglang serve --speculative-algo EAGLE3 --speculative-draft-model old --port 1", " --port 1"),
+    ],
+)
+def test_no_old_draft_is_left_under_any_name(kind: Kind, start: str, kept: str) -> None:
+    wanted = options(kind, Path("/new"), 3)
+    told = edited(start, kind, wanted)
+    assert "old" not in told
+    words = shlex.split(told.replace("\\\n", " "), comments=True)
+    for name, value in wanted.items():
+        values = [words[i + 1] for i, word in enumerate(words) if word == name]
+        values += [word.removeprefix(f"{name}=") for word in words if word.startswith(f"{name}=")]
+        assert set(values) == {value}
+    assert kept in told
+    assert edited(told, kind, wanted) == told
+
+
+@pytest.mark.parametrize(
+    ("kind", "start", "said"),
+    [
+        (LLAMA_SERVER, 'MORE="--spec-draft-model old.gguf"\nllama-server $MORE', "--spec-draft-model"),
+        (LLAMA_SERVER, 'command: "llama-server -md old.gguf"\nname: "a b"', "-md"),
+        (LLAMA_SERVER, "- llama-server\n- --spec-draft-model\n- old.gguf", "--spec-draft-model"),
+        (LLAMA_SERVER, '["llama-server", "--model-draft", "old.gguf"]', "--model-draft"),
+        (VLLM, "vllm serve m -sc.model old -sc.num_speculative_tokens 3", "-sc"),
+        (VLLM, "vllm serve m --speculative-config $(cat config.json)", "--speculative-config"),
+    ],
+)
+def test_an_option_that_is_not_understood_is_said(kind: Kind, start: str, said: str) -> None:
+    with pytest.raises(AdaptiveError, match=rf"^{said} is in .* by hand$"):
+        edited(start, kind, options(kind, Path("/new"), 3))
 
 
 def answers(round_s: float, token_s: float, lengths: list[float]) -> list[Answered]:
@@ -256,11 +302,12 @@ def test_a_draft_that_is_accepted_more_stays(adaptive: Any, state: PairState, bo
     assert said["draft_length"] == 3
     told = shlex.split(running.read_text(), comments=True)
     config = json.loads(told[told.index("--speculative-config") + 1])
-    assert config == {"method": "draft_model", "model": str(better / "draft-0001"), "num_speculative_tokens": 3}
-    assert json.loads((state.root / "published.json").read_text())["draft"] == str(better / "draft-0001")
+    (draft,) = better.glob("draft-0001-*")
+    assert config == {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    assert json.loads((state.root / "published.json").read_text())["draft"] == str(draft)
     from transformers import AutoModelForCausalLM
 
-    merged = AutoModelForCausalLM.from_pretrained(better / "draft-0001", dtype="float32").state_dict()
+    merged = AutoModelForCausalLM.from_pretrained(draft, dtype="float32").state_dict()
     plain_draft = AutoModelForCausalLM.from_pretrained(BUNDLED / "draft", dtype="float32").state_dict()
     assert any(not np.array_equal(merged[name].numpy(), plain_draft[name].numpy()) for name in merged)
 
@@ -284,6 +331,23 @@ def test_without_a_restart_it_says_what_to_type(adaptive: Any, state: PairState,
     assert words[words.index("--spec-draft-n-max") + 1] == "4"
     assert "tokens a round by replay" in errors
     assert os.listdir(tmp_path / "to") == [file.name]
+
+
+def test_drafts_of_several_pairs_may_be_in_one_folder(
+    adaptive: Any, own_home: Path, adapter: Path, tmp_path: Path
+) -> None:
+    """A pair whose state was deleted and trained anew gives its adapters the same ids."""
+    told = []
+    for weights in (adapter, adapter, save_random_adapter(BUNDLED / "draft", tmp_path / "other", std=0.1)):
+        found = state_with(own_home, weights, {}, answers=4)
+        status, out, errors = adaptive("publish", "--engine", "vllm", "--to", str(tmp_path / "to"), "--json")
+        assert status == 0, errors
+        told.append(Path(json.loads(out)["draft"]))
+        shutil.rmtree(found.root)
+    assert told[0] == told[1] != told[2]
+    assert sorted((tmp_path / "to").iterdir()) == sorted({*told})
+    weights = [(folder / "model.safetensors").read_bytes() for folder in told]
+    assert weights[0] != weights[2]
 
 
 def test_what_the_restart_command_says_is_kept_out_of_the_output(capfd: pytest.CaptureFixture[str]) -> None:
@@ -345,7 +409,8 @@ def test_of_a_draft_with_vision_or_quantised_the_language_model_is_published(
     status, _, errors = adaptive("publish", "--engine", "vllm", "--to", str(tmp_path / "to"), *pair)
     assert status == 0, errors
     assert "tokens a round by replay" in errors
-    merged, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "to" / "draft-0001", output_loading_info=True)
+    (draft,) = (tmp_path / "to").iterdir()
+    merged, loading = AutoModelForCausalLM.from_pretrained(draft, output_loading_info=True)
     assert not loading["missing_keys"]
     assert not loading["unexpected_keys"]
     assert merged.dtype == torch.float32

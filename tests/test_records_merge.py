@@ -118,6 +118,28 @@ def test_a_log_of_another_target_is_refused_and_nothing_of_any_is_taken(tmp_path
     assert not state.records.exists()
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_reasoning_that_is_shown_without_its_marks_is_of_this_target(
+    tmp_path: Path, state: PairState, own: bool
+) -> None:
+    """Of another target, the tokens are others of the same tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
+    logged = []
+    for number in range(6):
+        thoughts, answer = f"The question has number {number}. It is about a dog.", "\n\nThe dog likes to play."
+        ids = tokenizer.encode(f"<think>\n{thoughts}\n</think>{answer}", add_special_tokens=False)
+        output = np.array(ids, np.int32) if own else (np.array(ids, np.int32) * 7 + 600) % 4096
+        logged.append(dataclasses.replace(generation(number, tokens=len(ids)), text=thoughts + answer, output=output))
+    path = write(tmp_path / "a.db", *logged)
+    if own:
+        assert merge(state, [path], tokenizer.decode).taken == 6
+    else:
+        with pytest.raises(AdaptiveError, match="another target"):
+            merge(state, [path], tokenizer.decode)
+
+
 def test_what_is_no_log_is_named(tmp_path: Path, state: PairState) -> None:
     (tmp_path / "text.db").write_text("no database" * 1000)
     with pytest.raises(AdaptiveError, match=r"text\.db"):

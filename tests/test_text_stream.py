@@ -106,6 +106,24 @@ def test_characters_that_are_three_tokens_each_are_not_lost(text: str) -> None:
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+@pytest.mark.parametrize("count", [5, 60])
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, by_bytes()], ids=["byte level", "byte fallback"])
+def test_a_model_that_says_the_replacement_character_is_shown(tokenizer: PreTrainedTokenizerFast, count: int) -> None:
+    text = "\ufffd" * count + "AB"
+    ids = [1 + byte for byte in ("\ufffd" * count).encode("utf-8")]
+    ids += [tokenizer.convert_tokens_to_ids(letter) for letter in "AB"]
+    if tokenizer is TOKENIZER:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    stream = TextStream(tokenizer)
+    pieces, decoded = [], []
+    for token in ids:
+        pieces.append(stream.push(token))
+        decoded.append(len(stream.window))
+    assert "".join([*pieces, stream.finish()]) == text
+    assert count < 20 or any(pieces[:20])
+    assert max(decoded) < 32
+
+
 def test_a_text_that_goes_on_keeps_its_first_space() -> None:
     tokenizer = by_bytes()
     first, second = (tokenizer.convert_tokens_to_ids(word) for word in ("A", "▁B"))

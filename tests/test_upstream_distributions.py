@@ -113,7 +113,7 @@ def test_tokens_are_known_by_id_by_number_or_by_text(vocabulary: Vocabulary) -> 
         {"token": vocabulary.tokenizer.decode([number]), "logprob": -1.0, "top_logprobs": []},
     ]}  # fmt: skip
     collected = Collected()
-    add(collected, {"choices": [{"index": 0, "logprobs": chat, "text": "x"}]})
+    add(collected, {"choices": [{"index": 0, "logprobs": chat, "text": text}]})
     older = {
         "tokens": ["token_id:3"],
         "token_logprobs": [-9999.0],
@@ -137,9 +137,17 @@ def test_an_answer_that_is_only_text_is_logged_if_its_tokens_are_counted(vocabul
     add(collected, {"choices": [{"index": 0, "message": {"content": text}, "finish_reason": "stop"}]})
     choice = collected.choices[0]
     assert vocabulary.output(choice, len(ids)) == ids
-    assert vocabulary.output(choice, len(ids) + 1) == [*ids, vocabulary.tokenizer.eos_token_id]
+    assert vocabulary.output(choice, len(ids) + 1) == ids  # which token ended the answer is not known
     assert vocabulary.output(choice, len(ids) + 2) is None
     assert vocabulary.output(choice, None) is None
+    cut = Choice(pieces=[text], finish_reason="length")
+    assert vocabulary.output(cut, len(ids)) == ids
+    assert vocabulary.output(cut, len(ids) + 1) is None
+    thinking = {"message": {"reasoning": "It was. ", "content": text}, "finish_reason": "stop"}
+    add(collected, {"choices": [{"index": 1, **thinking}]})
+    whole = vocabulary.tokenizer.encode("It was. " + text, add_special_tokens=False)
+    assert collected.choices[1].text == "It was. " + text
+    assert vocabulary.output(collected.choices[1], len(whole) + 1) is None  # the count has the mark between them
 
 
 def test_an_answer_of_which_tokens_are_not_reported_is_told_by_its_text(vocabulary: Vocabulary) -> None:
@@ -147,7 +155,6 @@ def test_an_answer_of_which_tokens_are_not_reported_is_told_by_its_text(vocabula
     together."""
     text = "A bird 🙂 sings in the old tree."
     ids = vocabulary.tokenizer.encode(text, add_special_tokens=False)
-    end = vocabulary.tokenizer.eos_token_id
 
     def reported(places: Sequence[int], finish_reason: str | None) -> Choice:
         reports = [Report(Named(ids[place], "", -0.5), (Named(ids[place], "", -0.5),)) for place in places]
@@ -158,6 +165,30 @@ def test_an_answer_of_which_tokens_are_not_reported_is_told_by_its_text(vocabula
     assert vocabulary.output(reported(everything, "length"), len(ids)) == ids
     assert vocabulary.output(reported(everything, "stop"), len(ids) + 1) == ids  # the end token has no event
     for places in ([n for n in everything if n != broken], [0, 1]):
-        assert vocabulary.output(reported(places, "stop"), len(ids) + 1) == [*ids, end]
+        assert vocabulary.output(reported(places, "stop"), len(ids) + 1) == ids
         assert vocabulary.output(reported(places, "length"), len(ids)) == ids
         assert vocabulary.output(reported(places, None), None) is None  # cut off, and no count of tokens
+
+
+def test_without_a_count_every_character_shown_must_be_of_a_reported_token(vocabulary: Vocabulary) -> None:
+    """Servers hold text back that may begin a tool call, and show it later without a report of its token."""
+    text = "The value of a < b is false"
+    end = vocabulary.tokenizer.eos_token_id
+    ids = [*vocabulary.tokenizer.encode(text, add_special_tokens=False), end]
+
+    def output(ids: Sequence[int], text: str) -> list[int] | None:
+        return vocabulary.output(Choice([Report(Named(id, "", -0.5), ()) for id in ids], [text]), None)
+
+    for text_shown in (text, " " + text):  # the tokenizers of some models leave the first space out
+        assert output(ids, text_shown) == ids
+        for place in range(len(ids) - 1):
+            assert output([*ids[:place], *ids[place + 1 :]], text_shown) is None
+
+
+def test_the_end_is_the_only_token_that_may_be_missing(vocabulary: Vocabulary) -> None:
+    text = "It is so."
+    ids = [*vocabulary.tokenizer.encode(text, add_special_tokens=False), vocabulary.tokenizer.eos_token_id]
+    reports = [Report(Named(id, "", -0.5), ()) for id in ids]
+    assert vocabulary.output(Choice(reports[:-1], [text], finish_reason="stop"), len(ids)) == ids[:-1]
+    assert vocabulary.output(Choice(reports, [text], finish_reason="stop"), len(ids)) == ids
+    assert vocabulary.output(Choice(reports, [text], finish_reason="stop"), len(ids) + 1) is None

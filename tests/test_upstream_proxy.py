@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 from conftest import BUNDLED
+from transformers import AutoTokenizer
 from upstream_server import CLOSE, STREAM, Heard, Script, Scripted, chunk, plain, scripted, served, until
 
 from adaptive.records.log import Log
@@ -26,18 +27,18 @@ from adaptive.upstream.proxy import Proxy
 
 CHAT = "/v1/chat/completions"
 ASK = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
-# The token of an answer's first word. It and the following ids have at least as many characters as their events show,
-# or tokens would seem to be missing.
+TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED / "target")
+# The first token of an answer; the following ids are the next ones.
 FIRST = 300
 
 
 class Stage:
     """A server that runs ``script``, the proxy in front of it, and the proxy's log."""
 
-    def __init__(self, stack: ExitStack, tokenizer: object, log: Path, script: Script, kind: str, most: int) -> None:
+    def __init__(self, stack: ExitStack, log: Path, script: Script, kind: str, most: int) -> None:
         self.server: Scripted = stack.enter_context(scripted(script, kind))
         self.writer = LogWriter(log)
-        self.book = Logbook(self.writer, tokenizer, BUNDLED / "target", self.server.url)  # type: ignore[arg-type]
+        self.book = Logbook(self.writer, TOKENIZER, BUNDLED / "target", self.server.url)
         stack.callback(self.writer.close)
         stack.callback(self.book.close)
         self.proxy = Proxy(self.server.url, self.book, most)
@@ -58,19 +59,10 @@ class Stage:
 Make = Callable[..., Stage]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> object:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(BUNDLED / "target")
-
-
 @pytest.fixture
-def stage(tokenizer: object, tmp_path: Path) -> Iterator[Make]:
+def stage(tmp_path: Path) -> Iterator[Make]:
     with ExitStack() as stack:
-        yield lambda script, kind="llama-server", most=64: Stage(
-            stack, tokenizer, tmp_path / "records.db", script, kind, most
-        )
+        yield lambda script, kind="llama-server", most=64: Stage(stack, tmp_path / "records.db", script, kind, most)
 
 
 def logprobs(token: int, *others: int) -> str:
@@ -82,11 +74,12 @@ def logprobs(token: int, *others: int) -> str:
 def events(count: int, more: bool, end: bool = True) -> list[bytes]:
     """A stream of llama.cpp's server, with log-probabilities or without."""
     made = []
-    for number in range(count):
-        extra = f',"logprobs":{logprobs(FIRST + number, 7)}' if more else ""
+    for token in range(FIRST, FIRST + count):
+        extra = f',"logprobs":{logprobs(token, 7)}' if more else ""
+        shown = json.dumps(TOKENIZER.decode([token]))
         made.append(
-            b'data: {"choices":[{"finish_reason":null,"index":0,"delta":{"content":"%d"}%b}],"id":"x"}\n\n'
-            % (number % 10, extra.encode())
+            b'data: {"choices":[{"finish_reason":null,"index":0,"delta":{"content":%b}%b}],"id":"x"}\n\n'
+            % (shown.encode(), extra.encode())
         )
     if end:
         timings = b'{"prompt_n":1,"prompt_ms":2.50,"predicted_ms":10.00}'
@@ -104,7 +97,9 @@ def say(heard: Heard, connection: socket.socket) -> None:
         return
     entries = [json.loads(logprobs(FIRST + n, 7))["content"][0] for n in range(3)]
     extra = f', "logprobs" : {json.dumps({"content": entries})}' if more else ""
-    said = f'{{ "choices":[{{"finish_reason":"stop","index":0,"message":{{"content":"w\\u0030"}}{extra}}}], "n":1.50 }}'
+    said = (
+        f'{{ "choices":[{{"finish_reason":"stop","index":0,"message":{{"content":"\\u006eicom"}}{extra}}}], "n":1.50 }}'
+    )
     connection.sendall(plain(said.encode(), more="X-Odd: 1\r\n"))
 
 
@@ -125,6 +120,64 @@ def test_an_answer_comes_byte_for_byte_as_without_the_proxy(stage: Make, streame
     assert record.messages[0].content == "hi"
     assert record.supervision is not None
     assert record.supervision.ids.tolist() == [[FIRST, 7], [FIRST + 1, 7], [FIRST + 2, 7]]
+
+
+@pytest.mark.parametrize(
+    ("said", "marks", "counted", "logged"),
+    [
+        ({"reasoning": " n"}, False, False, False),
+        ({"reasoning_content": " n"}, False, False, False),
+        ({"reasoning": " n", "reasoning_content": " n"}, False, True, False),
+        ({"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]}, False, False, False),
+        ({"reasoning": " n"}, True, False, True),
+        ({"reasoning": " n"}, True, True, True),
+    ],
+)
+def test_a_stream_without_the_marks_of_its_reasoning_is_not_logged(
+    stage: Make, said: dict[str, str], marks: bool, counted: bool, logged: bool
+) -> None:
+    """vLLM shows nothing of the token between reasoning and answer. Older versions do not report it either; newer ones
+    do, in an event that they do not send without log-probabilities."""
+    mark, end = 400, 1
+
+    def script(heard: Heard, connection: socket.socket) -> None:
+        asked = json.loads(heard.body)
+        deltas = [(FIRST, said), (mark, {}), (FIRST + 1, {"content": "ic"}), (end, {"content": ""})]
+        if not (marks and asked.get("logprobs")):
+            del deltas[1]
+        made = []
+        for token, delta in deltas:
+            choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": "stop" if token == end else None}
+            if asked.get("logprobs"):
+                choice["logprobs"] = json.loads(logprobs(token, 7))
+            made.append({"id": "x", "choices": [choice]})
+        if counted:
+            made.append({"id": "x", "choices": [], "usage": {"completion_tokens": 4}})
+        lines = [f"data: {json.dumps(event)}\n\n".encode() for event in made]
+        connection.sendall(STREAM + b"".join(map(chunk, [*lines, b"data: [DONE]\n\n"])) + chunk(b""))
+
+    here = stage(script, kind="vllm")
+    direct, through = (httpx.post(url + CHAT, json={**ASK, "stream": True}) for url in (here.server.url, here.url))
+    assert through.content == direct.content
+    until(lambda: here.book.counts["logged"] + here.book.counts["missed"] == 1)
+    assert here.book.counts["logged"] == logged, here.book.problems
+    for record in here.logged(1) if logged else ():
+        assert record.output.tolist() == [FIRST, mark, FIRST + 1, end]
+        assert record.text == " nic"
+
+
+def test_an_answer_that_is_not_certain_does_not_keep_the_others_from_the_log(stage: Make) -> None:
+    def script(heard: Heard, connection: socket.socket) -> None:
+        choices = [{"index": n, "message": {"content": "nicom"}, "finish_reason": "stop"} for n in range(3)]
+        for choice in choices[1:]:
+            tokens = [json.loads(logprobs(token, 7))["content"][0] for token in range(FIRST, FIRST + 3)]
+            choice["logprobs"] = {"content": tokens}
+        connection.sendall(plain(json.dumps({"choices": choices}).encode()))
+
+    here = stage(script)
+    assert httpx.post(here.url + CHAT, json={**ASK, "n": 3}).status_code == 200
+    assert [record.output.tolist() for record in here.logged(2)] == [[FIRST, FIRST + 1, FIRST + 2]] * 2
+    assert here.book.counts == {"missed": 1, "logged": 2, "supervised": 2}
 
 
 def test_logging_waits_while_a_request_is_open_but_not_for_ever(stage: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +261,7 @@ def test_nothing_is_added_and_nothing_logged_for_who_opts_out(stage: Make) -> No
     assert httpx.get(here.url + "/adaptive/upstream").json()["private"] == 2
 
 
-def test_without_a_log_requests_pass_as_they_are(tokenizer: object) -> None:
+def test_without_a_log_requests_pass_as_they_are() -> None:
     body = json.dumps(ASK).encode()
     with scripted(say) as server, served(Proxy(server.url, None, 4)) as url:
         httpx.post(url + CHAT, content=body)
@@ -339,11 +392,42 @@ def test_what_a_server_does_not_take_is_left_out(stage: Make) -> None:
     here = stage(script, kind="vllm")
     wrong = httpx.post(here.url + CHAT, json={**ASK, "wrong": 1})
     assert (wrong.status_code, wrong.content) == (400, b'{"error":"wrong"}')
-    for _ in range(2):
+    for _ in range(3):
         assert httpx.post(here.url + CHAT, json=ASK).status_code == 200
-    tops = [json.loads(heard.body).get("top_logprobs") for heard in here.server.asked(CHAT)]
-    assert tops == [20, None, 20, None, 5]
+    assert tops(here) == [20, None, 20, None, 20, None, 5]
     assert here.proxy.status()["alternatives"] == 5
+
+
+def tops(here: Stage) -> list[int | None]:
+    """The alternatives that each chat was asked with."""
+    return [json.loads(heard.body).get("top_logprobs") for heard in here.server.asked(CHAT)]
+
+
+def test_a_server_that_fails_now_and_then_is_asked_for_as_many(stage: Make) -> None:
+    def script(heard: Heard, connection: socket.socket) -> None:
+        if len(here.server.asked(CHAT)) % 3 == 1:
+            connection.sendall(plain(b'{"error":"busy"}', status="500 Internal Server Error"))
+        else:
+            say(heard, connection)
+
+    here = stage(script)
+    for _ in range(6):
+        assert httpx.post(here.url + CHAT, json=ASK).status_code == 200
+    assert tops(here) == [32, None, 32] * 3
+
+
+def test_what_is_asked_of_a_server_is_not_fixed_while_it_is_loading(stage: Make) -> None:
+    loading = plain(b'{"error":"loading"}', status="503 Service Unavailable", more=CLOSE)
+    here = stage(lambda h, c: c.sendall(loading) if h.path == "/v1/models" else say(h, c), kind="loading")
+    httpx.post(here.url + CHAT, json=ASK)
+    here.logged(1)
+    assert here.proxy.status()["alternatives"] is None
+    assert not here.server.asked("/apply-template")
+    here.server.kind = "llama-server"
+    httpx.post(here.url + CHAT, json=ASK)
+    assert [record.engine for record in here.logged(2)] == ["upstream unknown", "upstream llama-server"]
+    assert tops(here) == [20, 32]
+    assert here.server.asked("/apply-template")  # its prompts are checked as those of a llama-server
 
 
 def test_an_error_of_the_server_is_passed_on(stage: Make) -> None:
@@ -369,7 +453,7 @@ def test_a_connection_that_was_closed_while_it_was_idle_is_opened_anew(stage: Ma
     assert heard[0] == heard[1]
 
 
-def test_a_server_that_is_down_is_said_in_one_line(tokenizer: object) -> None:
+def test_a_server_that_is_down_is_said_in_one_line() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"

@@ -17,6 +17,12 @@ LEFT_CONTEXT, LONGEST_CONTEXT = 4, 32
 # Tokens decoded again at every step before the left end moves up. Too high: each step decodes more. Too low: the end
 # moves more often.
 WINDOW = 8
+# Tokens after which text is shown although its last character may not be whole: a model may also say U+FFFD itself. A
+# character has up to four bytes, and a token at least one, but tokens may contain the end of one character and the
+# beginning of the next. Too low: the characters of several such tokens are shown as U+FFFD. Too high: a model that says
+# U+FFFD again and again is shown in longer pieces, and each step decodes more. U+FFFD has three bytes; with a multiple
+# of them, a text of it in tokens of one byte is shown up to the end of a character.
+REPLACEMENT, MOST_HELD = 3, 18
 
 
 class TextStream:
@@ -44,6 +50,7 @@ class TextStream:
             if "\ufffd" not in before:  # the window neither begins nor ends within a character
                 self.window, self.before = window, before
                 break
+        self.undecided = 0  # tokens since the last whole character
         self.held = ""  # decoded text that may begin a stop string
         self.stopped = False
         self.stopped_by = ""  # the stop string that ended the text
@@ -52,15 +59,19 @@ class TextStream:
         """The text that becomes certain with one more token; sets ``stopped`` at a stop string."""
         if (mark := self._marks.get(token)) is not None:
             new = self._text(self.window)[len(self.before) :] + mark
-            self.window, self.before = [], ""
+            self.window, self.before, self.undecided = [], "", 0
             return self._release(new)
         self.window.append(token)
         after = self._text(self.window)
-        if after.endswith("\ufffd"):
+        self.undecided = self.undecided + 1 if after.endswith("\ufffd") else 0
+        if 0 < self.undecided < MOST_HELD:
             return ""
         new = after[len(self.before) :]
         self.before = after
-        if len(self.window) > WINDOW:
+        if self.undecided:
+            self.undecided, self.window = 0, self.window[-REPLACEMENT:]
+            self.before = self._text(self.window)
+        elif len(self.window) > WINDOW:
             self._move_up()
         return self._release(new)
 

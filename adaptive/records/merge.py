@@ -132,12 +132,19 @@ def _check_target(path: Path, log: Log, decode: Callable[[list[int]], str]) -> N
     """Raise AdaptiveError if the token ids of a log do not decode to the texts of their records."""
     looked = [one.generation for one in log.generations(0, LOOKED_AT, with_supervision=False)]
     spoken = [generation for generation in looked if generation.text.strip()]
-    alike = sum(generation.text.strip()[:100] in _said(generation, decode) for generation in spoken)
+    alike = sum(_contains(_said(generation, decode), generation.text.strip()[:100]) for generation in spoken)
     if spoken and alike < ALIKE * len(spoken):
         raise AdaptiveError(
             f"{path} is of another target: its tokens are not those of its texts by this target's tokenizer; name the "
             "pair that it belongs to with --target and --draft"
         )
+
+
+def _contains(said: str, text: str) -> bool:
+    """Whether ``said`` contains ``text``, in one piece or in two: reasoning and answer are shown without the marks
+    between them."""
+    first = next(n for n in range(len(text), -1, -1) if text[:n] in said)
+    return text[first:] in said[said.index(text[:first]) + first :]
 
 
 def _said(generation: Generation, decode: Callable[[list[int]], str]) -> str:

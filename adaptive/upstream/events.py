@@ -22,7 +22,7 @@ class Passage:
         self.ended = False  # the answer is complete: the last event or the whole object was read
         self._added = asked.added
         self._absent = kind.absent and asked.chat
-        self._quiet = kind.quiet
+        self._quiet = kind.quiet_chat if asked.chat else kind.quiet_text
         self._streamed = streamed
         self._held = b""
 
@@ -85,6 +85,6 @@ def _end(held: bytes) -> int | None:
 def _silent(found: Cut) -> bool:
     """Whether the event contains nothing but log-probabilities."""
     return all(
-        choice.get("finish_reason") is None and not choice.get("text") and not any((choice.get("delta") or {}).values())
+        choice.get("finish_reason") is None and not choice.get("text") and not choice.get("delta")
         for choice in found.whole["choices"]
     )

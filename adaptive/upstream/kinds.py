@@ -25,8 +25,9 @@ class Kind:
     ``owner`` is its ``owned_by`` in ``/v1/models``; ``alternatives`` the number per token to request. ``tempered``: its
     log-probabilities are those after temperature (and penalties), else those of the model itself. ``heat_last``: it
     cuts (top-k, top-p, min-p) before it divides by the temperature, else after. ``absent``: a chat's choice without
-    log-probabilities has no such key, else it is null. ``quiet``: without log-probabilities it sends no event for a
-    token without text. ``numbers`` are request fields that make it report token ids instead of texts.
+    log-probabilities has no such key, else it is null. ``quiet_chat``, ``quiet_text``: without log-probabilities a chat
+    (a text) has no event for a token that shows nothing. ``numbers`` are request fields that make it report token ids
+    instead of texts.
     """
 
     name: str
@@ -35,7 +36,8 @@ class Kind:
     tempered: bool = False
     heat_last: bool = False
     absent: bool = False
-    quiet: bool = False
+    quiet_chat: bool = False
+    quiet_text: bool = False
     numbers: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
@@ -45,10 +47,10 @@ class Kind:
 
 
 LLAMA_SERVER = Kind("llama-server", "llamacpp", alternatives=WANTED, heat_last=True, absent=True)
-VLLM = Kind("vllm", "vllm", numbers={"return_tokens_as_token_ids": True})
+VLLM = Kind("vllm", "vllm", quiet_chat=True, numbers={"return_tokens_as_token_ids": True})
 SGLANG = Kind("sglang", "sglang", alternatives=WANTED, tempered=True)
 LM_STUDIO = Kind("lm-studio", "organization_owner", alternatives=0)
-ADAPTIVE = Kind("adaptive", "adaptive", quiet=True)
+ADAPTIVE = Kind("adaptive", "adaptive", quiet_chat=True, quiet_text=True)
 UNKNOWN = Kind("unknown", "")
 
 KINDS = {kind.name: kind for kind in (LLAMA_SERVER, VLLM, SGLANG, LM_STUDIO, ADAPTIVE, UNKNOWN)}

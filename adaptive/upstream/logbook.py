@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -118,15 +119,8 @@ class Logbook:
         while (waiting := self._queue.get()) is not None:
             exchange, ended = waiting
             self._rest(ended + PATIENCE_S)
-            try:
-                for generation in self._generations(exchange):
-                    self.writer.write(generation)
-                    self.counts["logged"] += 1
-                    self.counts["supervised"] += generation.supervision is not None
-            except AdaptiveError as error:
-                self._missed(str(error))
-            except Exception as error:  # of any kind, by an unexpected answer: logging continues
-                self._missed(f"{type(error).__name__}: {error}")
+            with self._missing():
+                self._log(exchange)
             with self._lock:
                 self._waiting -= exchange.collected.tokens
                 self.waiting -= 1
@@ -137,20 +131,30 @@ class Logbook:
             if self._quiet.wait(min(left, REST_S)) and not self._closing.wait(REST_S) and self._quiet.is_set():
                 return
 
+    @contextlib.contextmanager
+    def _missing(self) -> Iterator[None]:
+        """Count an answer as missed, with the reason, if it cannot be logged; logging continues."""
+        try:
+            yield
+        except AdaptiveError as error:
+            self._missed(str(error))
+        except Exception as error:  # of any kind, by an unexpected answer
+            self._missed(f"{type(error).__name__}: {error}")
+
     def _missed(self, reason: str) -> None:
         self.counts["missed"] += 1
         self.problems[reason] += 1
         if self.problems[reason] == 1:
             logger.warning("an answer is not logged: %s", reason)
 
-    def _generations(self, exchange: Exchange) -> Iterator[Generation]:
-        """The answers of an exchange. Raises AdaptiveError for an answer whose tokens are not certain."""
+    def _log(self, exchange: Exchange) -> None:
+        """Log the answers of an exchange. Raises AdaptiveError if none of them can be logged."""
         asked, collected = exchange.asked, exchange.collected
         if collected.failed or not collected.choices:
             return  # there is no answer
         if collected.tokens > MOST_TOKENS:
             raise AdaptiveError(f"it has more than {MOST_TOKENS} tokens")
-        if self._prompts is None:
+        if self._prompts is None or self._prompts.kind is not exchange.kind:
             self._prompts = Prompts(self._vocabulary.tokenizer, exchange.kind)
             props = self._asker(exchange)("/props", None)
             self._defaults = defaults_of(exchange.kind, props, self._folder)
@@ -159,12 +163,17 @@ class Logbook:
         prompts = self._prompts.of(asked.said, asked.chat, counted, self._asker(exchange))
         for index, choice in sorted(collected.choices.items()):
             place = index // max(1, int(asked.said.get("n") or 1))
-            yield self._generation(exchange, prompts[min(place, len(prompts) - 1)], choice, sampling)
+            with self._missing():
+                generation = self._generation(exchange, prompts[min(place, len(prompts) - 1)], choice, sampling)
+                self.writer.write(generation)
+                self.counts["logged"] += 1
+                self.counts["supervised"] += generation.supervision is not None
 
     def _generation(self, exchange: Exchange, prompt: Prompt, choice: Choice, sampling: SamplingParams) -> Generation:
+        """One answer. Raises AdaptiveError if its tokens are not certain."""
         collected, vocabulary = exchange.collected, self._vocabulary
-        alone = len(collected.choices) == 1
-        output = vocabulary.output(choice, _answered(collected) if alone else None)
+        counted = _answered(collected) if len(collected.choices) == 1 else None
+        output = vocabulary.output(choice, counted)
         if not output:
             raise AdaptiveError("the server does not say which tokens its answer has")
         cached = (collected.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

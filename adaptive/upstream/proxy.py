@@ -22,7 +22,7 @@ from adaptive.service.errors import error_object
 from adaptive.tls import trusted
 from adaptive.upstream.asking import PATHS, Asked, read, with_logprobs
 from adaptive.upstream.events import Passage
-from adaptive.upstream.kinds import UNKNOWN, Kind, kind_of
+from adaptive.upstream.kinds import UNKNOWN, WANTED, Kind, kind_of
 from adaptive.upstream.logbook import Exchange, Logbook
 
 logger = logging.getLogger("adaptive.upstream")
@@ -40,6 +40,11 @@ CONNECT_S, IDLE_S = 10.0, 3.0
 MOST_READ = 32 << 20
 # What a server answers that does not take the fields that were added: llama.cpp's some of it with 500.
 REFUSALS = frozenset({400, 404, 422, 500, 501})
+# Fewer alternatives a token, which are asked for where a server does not give as many as its kind does.
+FEWER = (20, 5, 0)
+# Refusals in a row that mean fewer. Too low: a server that fails once by chance is asked for fewer from then on. Too
+# high: more requests are sent twice.
+IN_A_ROW = 2
 STATUS = "/adaptive/upstream"
 # How a connection ends that is closed before an answer has begun.
 CLOSED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
@@ -74,7 +79,8 @@ class Proxy:
         self.counts = Counts()
         self.kind = kind
         self.training: Callable[[], dict[str, Any]] | None = None  # what background training does, for people
-        self._steps: list[int] | None = None  # alternatives to ask for, the most first
+        self._most = WANTED  # alternatives a token that the server is known or believed to give
+        self._refusals = 0  # in a row, of requests with that many
         self._places = asyncio.Semaphore(most)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=most, keepalive_expiry=IDLE_S)
         timeout = httpx.Timeout(None, connect=CONNECT_S)
@@ -121,11 +127,10 @@ class Proxy:
         """What has passed and what was logged, for people."""
         book = self.logbook
         logged = None if book is None else {**book.counts, "waiting": book.waiting, "why_not": dict(book.problems)}
-        asked = self._steps[0] if self._steps else None
         return {
             "upstream": self.url,
             "engine": None if self.kind is None else self.kind.name,
-            "alternatives": asked,
+            "alternatives": None if self.kind is None else self.alternatives(self.kind),
             **vars(self.counts),
             "log": logged,
             "training": None if self.training is None else self.training(),
@@ -148,15 +153,21 @@ class Proxy:
 
     def alternatives(self, kind: Kind) -> int:
         """How many a token are asked for."""
-        if self._steps is None:
-            self._steps = [most for most in (kind.alternatives, 20, 5) if 0 < most <= kind.alternatives] + [0]
-        return self._steps[0]
+        return min(kind.alternatives, self._most)
+
+    def taken(self) -> None:
+        """The server has taken a request with added fields."""
+        self._refusals = 0
 
     def refused(self, asked: int) -> None:
-        """The server does not give so many; the next number below is tried from now on."""
-        if self._steps is not None and len(self._steps) > 1 and self._steps[0] == asked:
-            self._steps = [most for most in self._steps if most < asked]
-            logger.warning("the server gives no %d alternatives a token; %d are asked for", asked, self._steps[0])
+        """The server has refused a request for so many, and taken the client's own; after IN_A_ROW such refusals fewer
+        are asked for. Nothing follows from what a server does while its kind is not known."""
+        if self.kind is None or asked != self.alternatives(self.kind):
+            return
+        self._refusals += 1
+        if self._refusals == IN_A_ROW:
+            self._refusals, self._most = 0, next(most for most in FEWER if most < asked)
+            logger.warning("the server gives no %d alternatives a token; %d are asked for", asked, self._most)
 
 
 class _Passing:
@@ -201,6 +212,8 @@ class _Passing:
         more = with_logprobs(asked, kind, wanted)
         async with self._sent(more.body, more.added) as response:
             if not (more.added and response.status_code in REFUSALS):
+                if more.added and response.status_code == 200:
+                    self.proxy.taken()
                 await self._answer(more, kind, headers, key, response)
                 return
         # Whatever the reason was, the client is told what the server says to its own request.

@@ -25,6 +25,22 @@ PROGRAMS = {
     SGLANG.name: r"sglang\.launch_server|sglang\s+serve",
     ADAPTIVE.name: r"adaptive\s+serve|cli\.main\s+serve",
 }
+# Other names of the options that are written, and others that they replace (llama.cpp's ``common/arg.cpp``, vLLM's
+# ``arg_utils.py``, SGLang's ``server_args.py``). Of an option that a command has twice, the last one counts.
+OTHER_NAMES = {
+    "--spec-draft-model": ("--model-draft", "-md", "--spec-draft-hf", "--hf-repo-draft", "-hfd", "-hfrd"),
+    "--spec-draft-n-max": ("--draft", "--draft-n", "--draft-max"),
+    "--speculative-config": ("-sc", "--spec-method", "--spec-model", "--spec-tokens"),
+    "--speculative-algorithm": ("--speculative-algo",),
+    "--speculative-draft-model-path": ("--speculative-draft-model", "--speculative-draft"),
+}
+# Regular expressions for a shell script: a comment, what is between an option and its value, the value, and what comes
+# next. A value may have quoted and unquoted parts; only the first may go over several lines, and none is a command.
+COMMENT = r"(?:(?<=\s)|^)#[^\n]*"
+BETWEEN = r"(?:\s|\\\r?\n)+|="
+PART = r"""'[^'\n]*'|"(?:[^"\\\n]|\\.)*"|\\[^\r\n]|[^\s\\'"`;&|<>()]"""
+WORD = rf"""(?!-)(?:'[^']*'|"(?:[^"\\]|\\.)*"|{PART})(?:{PART})*"""
+END = r"\s|\\\r?\n|[;&|<>)]|$"
 # The file descriptor that the restart command's output goes to, because our standard output may be one JSON object.
 STANDARD_ERROR = 2
 # Seconds between two looks at whether a server is there again.
@@ -57,23 +73,57 @@ def options(kind: Kind, draft: Path, length: int) -> dict[str, str]:
 
 
 def edited(start: str, kind: Kind, wanted: dict[str, str]) -> str:
-    """The start command ``start`` with these options in the place of their old values, or behind the program's name.
+    """The start command ``start`` with these options in the place of their old values, under any name, or behind the
+    program's name. Comments stay.
 
-    Raises AdaptiveError where the program is not in it.
+    Raises AdaptiveError if the program is not in it, or an old value cannot be told.
     """
     missing = []
     for name, value in wanted.items():
         written = shlex.quote(value)
-        there = re.compile(rf"(?<!\S){re.escape(name)}(\s+|=)('[^']*'|\"[^\"]*\"|[^\s\\]+)")
-        start, count = there.subn(lambda found, n=name, w=written: f"{n}{found[1]}{w}", start)  # type: ignore[misc]
+        start, count = _replaced(start, kind, name, written)
         if not count:
             missing.append(f"{name} {written}")
+    program = _program(start, kind)
     if not missing:
         return start
-    program = re.search(rf"^(?!\s*#).*?(?:{PROGRAMS[kind.name]})\S*", start, re.MULTILINE)
     if program is None:
         raise AdaptiveError(f"the start command does not name {kind.name}; put {' '.join(missing)} there by hand")
     return f"{start[: program.end()]} {' '.join(missing)}{start[program.end() :]}"
+
+
+def _program(start: str, kind: Kind) -> re.Match[str] | None:
+    """Where the program's name stands, with all before it on its line."""
+    return re.search(rf"^(?!\s*#).*?(?:{PROGRAMS[kind.name]})\S*", start, re.MULTILINE)
+
+
+def _replaced(start: str, kind: Kind, name: str, written: str) -> tuple[str, int]:
+    """``start`` with ``written`` as the value of the option ``name``, and how often the option was there."""
+    names = "|".join(map(_spelled, sorted((name, *OTHER_NAMES.get(name, ())), key=len, reverse=True)))
+    option = rf"(?<![\w-])(?P<name>{names})(?![\w-])(?:(?P<between>{BETWEEN})(?P<value>{WORD})(?={END}))?"
+    program = _program(start, kind)
+    found = 0
+
+    def replace(match: re.Match[str]) -> str:
+        nonlocal found
+        said, alone = match["name"], not start[: match.start()][-1:].strip()
+        if said is None:
+            return match[0]  # a comment
+        if not said.startswith("--") and not (alone and program and match.start() >= program.end()):
+            return match[0]  # short names may be another program's
+        if match["value"] is None or not alone:
+            raise AdaptiveError(
+                f"{said} is in the start command in a form that is not understood; put {name} {written} there by hand"
+            )
+        found += 1
+        return f"{name}{match['between']}{written}"
+
+    return re.sub(rf"{COMMENT}|{option}", replace, start, flags=re.DOTALL), found
+
+
+def _spelled(name: str) -> str:
+    """A regular expression for an option's name, in which llama.cpp and vLLM take ``_`` for ``-``."""
+    return re.escape(name) if not name.startswith("--") else "--" + re.escape(name[2:]).replace(r"\-", "[-_]")
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,17 @@ class Report(NamedTuple):
 @dataclass
 class Choice:
     """One answer so far. ``finish_reason`` as the server says it, None where it has not ended; ``unread`` the reports
-    as text, which are read when somebody asks for them: whoever waits for the answer does not wait for that."""
+    as text, which are read when somebody asks for them: whoever waits for the answer does not wait for that.
+
+    ``parsed``: reasoning or calls were separated from the text, so that the marks around them are not shown.
+    ``streamed``: it came in events. ``silent``: one of them reported a token and showed nothing.
+    """
 
     read: list[Report] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
-    calls: bool = False
+    parsed: bool = False
+    streamed: bool = False
+    silent: bool = False
     finish_reason: str | None = None
     unread: list[str] = field(default_factory=list)
 
@@ -78,15 +84,19 @@ class Collected:
                 self._add(self.choices.setdefault(one.get("index", 0), Choice()), one, text)
 
     def _add(self, choice: Choice, one: dict[str, Any], reported: str | None) -> None:
+        choice.streamed |= isinstance(one.get("delta"), dict)
         for said in (one.get("delta"), one.get("message")):
             if isinstance(said, dict):
-                choice.pieces += [said[k] for k in ("reasoning_content", "content") if isinstance(said.get(k), str)]
-                choice.calls |= bool(said.get("tool_calls"))
+                # Some versions of vLLM give the same text under both names.
+                thoughts = said.get("reasoning_content") or said.get("reasoning")
+                choice.pieces += [text for text in (thoughts, said.get("content")) if isinstance(text, str)]
+                choice.parsed |= bool(thoughts or said.get("tool_calls"))
         if isinstance(one.get("text"), str):
             choice.pieces.append(one["text"])
         if isinstance(one.get("finish_reason"), str):
             choice.finish_reason = one["finish_reason"]
         said = one.get("logprobs")
+        choice.silent |= bool(said) and one.get("delta") == {} and one.get("finish_reason") is None
         if reported is not None and isinstance(said, dict) and self.tokens <= MOST_TOKENS:
             choice.unread.append(reported)
             listed = said.get("content", said.get("tokens"))

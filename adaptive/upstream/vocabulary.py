@@ -38,40 +38,51 @@ class Vocabulary:
             return named.id if 0 <= named.id < self.size else None
         return self._by_text.get(named.text)
 
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        """Ids of the control tokens, such as those that end an answer."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        return frozenset(self.tokenizer.all_special_ids).union(number for number, token in added if token.special)
+
     def output(self, choice: Choice, completion_tokens: int | None) -> list[int] | None:
-        """The token ids of an answer, None where they cannot be told for certain.
+        """The token ids of an answer, without its end where that is not reported; None if they are not certain.
 
         Without reports of all of them they are those of its text, if there are as many as the server has counted (or
         one less, the end of the answer, which has no text).
         """
-        if choice.reports:
+        # The marks of reasoning and calls are missing in a stream, unless its server reports tokens that show nothing.
+        hidden = choice.parsed and choice.streamed and not choice.silent
+        if choice.reports and not (hidden and completion_tokens is None):
             ids = [self.id_of(report.token) for report in choice.reports]
             known: list[int] | None = [number for number in ids if number is not None]
             if len(known or ()) < len(ids):
                 known = self._aligned(choice, ids)
-            if known is not None and self._whole(choice, known, completion_tokens):
+            if known is not None and self._whole(choice, known, completion_tokens, hidden):
                 return known
-        if choice.calls or completion_tokens is None:
-            return None  # calls are not said as the model wrote them
+        if choice.parsed or completion_tokens is None:
+            return None  # reasoning and calls are not shown as the model wrote them
         encoded = self._encode(choice.text)
-        end = self.tokenizer.eos_token_id
-        if len(encoded) == completion_tokens - 1 and choice.finish_reason == "stop" and isinstance(end, int):
-            encoded.append(end)
-        return encoded if len(encoded) == completion_tokens else None
+        ended = choice.finish_reason == "stop"
+        return encoded if completion_tokens in (len(encoded), len(encoded) + ended) else None
 
-    def _whole(self, choice: Choice, ids: Sequence[int], completion_tokens: int | None) -> bool:
+    def _whole(self, choice: Choice, ids: Sequence[int], completion_tokens: int | None, hidden: bool) -> bool:
         """Whether no token of the answer is missing among the reported ``ids``, but for its end.
 
         llama.cpp's server reports no token that ends within a character and, in a stream, none of a round in which a
-        draft was verified.
+        draft was verified. With ``hidden`` the server's count must agree, since the missing token may be a mark.
         """
-        ended = choice.finish_reason not in (None, "length")
-        if completion_tokens is not None and len(ids) < completion_tokens - ended:
+        end = choice.finish_reason not in (None, "length") and not hidden and ids[-1] not in self._special
+        if completion_tokens is not None and len(ids) < completion_tokens - end:
             return False
-        whole = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        said = str(whole).rstrip(BROKEN)
+        whole = str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        said = whole.rstrip(BROKEN)
+        if said.count(BROKEN) > choice.text.count(BROKEN):
+            return False
         # What was shown may begin with a space that a tokenizer leaves out where a text begins.
-        return len(said) + 1 >= len(choice.text) and said.count(BROKEN) <= choice.text.count(BROKEN)
+        if completion_tokens is not None:
+            return len(said) + 1 >= len(choice.text)
+        rest = iter(whole)  # must contain what was shown, in order; it also contains the text of control tokens
+        return all(character in rest for character in choice.text.removeprefix(" "))
 
     def _aligned(self, choice: Choice, ids: Sequence[int | None]) -> list[int] | None:
         """Ids of an answer of which some tokens are parts of characters: those of its whole text, if they agree with
