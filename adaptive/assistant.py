@@ -116,19 +116,28 @@ class Assistant:
         self.begin_swap(adapter, folder)
         self.finish_swap()
 
-    def begin_swap(self, adapter: str | None, folder: Path | None, expected: Sequence[float] | None = None) -> None:
+    def begin_swap(
+        self,
+        adapter: str | None,
+        folder: Path | None,
+        expected: Sequence[float] | None = None,
+        steps: Iterator[None] | None = None,
+    ) -> None:
         """Read and check another adapter; ``finish_swap`` then merges it, in any number of calls.
 
-        ``expected`` is the adapter's acceptance by position, for the draft-length policy. The draft must not be used
-        until the swap is finished. Raises AdaptiveError if the adapter does not fit; the one in use then stays. An
-        unfinished swap is finished first.
+        ``expected`` is the adapter's acceptance by position, for the draft-length policy. ``steps``: those of the
+        draft's ``swap_adapter``, if the first one, which reads and checks, has been done before (any thread may do it
+        while the draft is in use); ``folder`` is then not read. The draft must not be used until the swap is finished.
+        Raises AdaptiveError if the adapter does not fit; the one in use then stays. An unfinished swap is finished
+        first.
         """
         self.finish_swap()
         if self.pair.draft is None or adapter == self.adapter:
             return
         self._worker.stop()
-        steps = self.pair.draft.swap_adapter(folder)
-        next(steps, None)  # the weights are still the old ones
+        if steps is None:
+            steps = self.pair.draft.swap_adapter(folder)
+            next(steps, None)  # the weights are still the old ones
         self._swap = adapter, steps, expected
 
     @property
@@ -301,6 +310,8 @@ class Assistant:
         """End an answer that has begun, whether it is complete or not, and log it."""
         decoding, conversation = answering.decoding, answering.conversation
         self.under_way.remove(answering)
+        if decoding.output:
+            self.policy.ended(len(decoding.output))
         conversation.under_way = False
         answering.hold()
         if self.history is not None and decoding.history is not None:

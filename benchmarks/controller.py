@@ -146,6 +146,7 @@ def replay(
         for trace in stretch.traces:
             policy.begin(Scope("replay", 0.0))
             choosing += _replay_one(policy, trace, costs, noise, rounds, clock, recorded)
+            policy.ended(len(trace.accepted))
     tokens, seconds, drafted = (np.array(column) for column in zip(*rounds, strict=True))
     return Run(tokens.cumsum(), seconds.cumsum(), drafted, choosing)
 

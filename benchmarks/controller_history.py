@@ -219,6 +219,7 @@ def replay(make: object, workload: list[Stretch], costs: CostTable, seed: int = 
             policy.begin(Scope("replay", 0.0))
             history = Looking(running, records, matches, 0.0, clock=clock)
             _replay_one(policy, trace, costs, noise, clock, found, history if looks else None, model)
+            policy.ended(len(trace.text) - trace.prompt)
             if looks:
                 number += 1
                 records.add(number, np.ascontiguousarray(trace.text))

@@ -79,6 +79,10 @@ class Timed(LengthPolicy):
         """Timed."""
         self._timed(lambda: self.inner.begin(scope))
 
+    def ended(self, tokens: int) -> None:
+        """Timed."""
+        self._timed(lambda: self.inner.ended(tokens))
+
 
 def confidence_seconds(vocab: int, repeats: int = 200) -> float:
     """Extra seconds that confidence adds to a greedy draft step: a softmax and its largest entry, less an argmax."""

@@ -345,6 +345,30 @@ def test_a_useless_draft_that_must_catch_up_with_long_prompts_costs_little() -> 
     assert world.tokens / world.seconds > 0.97 / (TABLE.verify_s[0] + TABLE.overhead_s + TABLE.token_s)
 
 
+def test_answers_that_others_join_and_leave_are_not_short_ones() -> None:
+    """The policy begins anew each time that an answer is alone again."""
+    policy, world = goodput()
+    for _ in range(30):
+        for _ in range(5):
+            policy.begin(Scope("", 0.0))
+            for _ in range(20):
+                world.round([0.8] * 16)
+        policy.ended(450)
+    assert policy.answer_tokens == pytest.approx(450, rel=0.1)
+
+
+def test_rounds_of_a_grammar_are_no_time_between_rounds() -> None:
+    clock = Clock()
+    policy = GoodputLength(TABLE, clock=clock)
+    policy.begin(Scope("", 0.0))
+    for _ in range(3000):
+        policy.next_length(0, 0, 100)
+        for outcome in (Round("none", 0, 0, 0.0, TABLE.verify_s[0]), Round("grammar", 3, 3, 0.0, 0.3)):
+            clock.now += outcome.verify_s + TABLE.overhead_s
+            (policy.passed if outcome.drafter == "grammar" else policy.observe)(outcome)
+    assert policy.costs.round(0) - policy.costs.verify(0) < 2 * TABLE.overhead_s
+
+
 def test_a_prompt_that_is_not_worth_reading_is_not_thought_of_in_every_round() -> None:
     policy, world = goodput()
     for _ in range(400):

@@ -242,6 +242,23 @@ def test_what_rounds_bring_is_said_of_all_of_them_whoever_drafts() -> None:
     assert policy.present_speed_up == pytest.approx(4 * policy.plain_s / both_s, rel=0.1)
 
 
+def test_what_shared_rounds_bring_is_said_while_answers_share_them() -> None:
+    policy = GoodputWithHistory(COSTS)
+    run(policy, 100, [], 0, 0)  # plain decoding, alone
+    alone = policy.present_speed_up
+    assert alone is not None
+    beside = policy.among(Scope("a", 0.0))
+    for _ in range(200):
+        length = beside.next_length(3, 2)
+        policy.shared(8, COSTS.verify_s[7])
+        beside.observe(Round(MODEL, length, length, 0.001, 0.006))
+    together = policy.present_speed_up
+    assert together is not None
+    assert together > 1.5 * alone
+    policy.next_length(16, context=100)
+    assert policy.present_speed_up == pytest.approx(alone, rel=0.05)
+
+
 @pytest.mark.parametrize("busy", [False, True])
 def test_costs_in_which_every_second_is_three_change_nothing_that_history_was_seen_to_bring(busy: bool) -> None:
     policy = GoodputWithHistory(COSTS)

@@ -92,7 +92,7 @@ class GoodputLength(LengthPolicy):
         self._other: tuple[CostModel, SeenTimes] | None = None  # of the machine's other state, quiet or busy
         self.recent = RecentRate()  # of speculative rounds, in seconds at speed 1
         self.times = SeenTimes()
-        self.joint = JointCosts()
+        self.joint, self.alone = JointCosts(), True  # whether the last rounds were those of one answer
         self.answer_tokens, self.this_answer = ANSWER_TOKENS, 0
         self.exploring = Exploring()
         self.tries, self.trying = Tries(), False  # whether the current draft is a try
@@ -114,7 +114,7 @@ class GoodputLength(LengthPolicy):
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """The most tokens to draft; ``advise`` may end the draft earlier if the policy is attentive."""
-        now = self.clock()
+        now, self.alone = self.clock(), True
         if self.watch is not None and self.watch.look():
             self.machine(self.watch.busy)
         if self.asked is not None and self.rounds:
@@ -414,6 +414,7 @@ class GoodputLength(LengthPolicy):
 
     def shared(self, rows: int, seconds: float) -> None:
         """Learn from a pass shared by several answers. It shows nothing about the time of a lone round."""
+        self.alone = False
         self.joint.observe(self.costs, rows, seconds)
 
     def drafted(self, answers: int, length: int, seconds: float) -> None:
@@ -425,14 +426,23 @@ class GoodputLength(LengthPolicy):
         self.settle()
         self.decided, self.age = False, 0
         self.acceptance.begin(scope.session, scope.drafter, scope.temperature)
-        if self.this_answer:
-            self.answer_tokens += ANSWER_STEP * (self.this_answer - self.answer_tokens)
         self.this_answer = 0
         self.tries.answer()
         self.blocks.answer()
         self.asked = None
         if self.watch is not None and self.watch.look(0.0):
             self.machine(self.watch.busy)
+
+    def ended(self, tokens: int) -> None:
+        """Learn how long answers are."""
+        self.answer_tokens += ANSWER_STEP * (tokens - self.answer_tokens)
+
+    def passed(self, outcome: Round) -> None:
+        """Take in the time and the tokens of a round that a grammar made. It shows nothing about the draft."""
+        tokens = 1 + outcome.accepted
+        self.rounds, self.rounds_s = self.rounds + 1, self.rounds_s + outcome.draft_s + outcome.verify_s
+        self.committed, self.this_answer = self.committed + tokens, self.this_answer + tokens
+        self.waiting += tokens
 
     def swapped(self, expected: Sequence[float] | None = None) -> None:
         """Discount what was learned about the old draft, start from ``expected``, and make a block of rounds due."""

@@ -231,7 +231,10 @@ class LengthPolicy(ABC):
         """Take in the seconds of the drafts of ``answers`` answers in all, the longest of ``length`` tokens."""
 
     def begin(self, scope: Scope) -> None:  # noqa: B027 - most policies keep no estimates apart
-        """Start an answer."""
+        """Start an answer, or go on with one that others were decoded beside."""
+
+    def ended(self, tokens: int) -> None:  # noqa: B027 - as above
+        """Take in the length of an answer that has ended, in ``tokens``."""
 
     def swapped(self, expected: Sequence[float] | None = None) -> None:  # noqa: B027 - nothing to forget without memory
         """Discount what was learned about acceptance: the draft was replaced (an adapter swap).

@@ -224,6 +224,8 @@ class GoodputWithHistory(GoodputLength):
         """See ``LengthPolicy``."""
         if not self.costs.measured:
             return None
+        if not self.alone:
+            return self.together.general(1.0)
         self._tell()
         plain_s = self.plain_s / self.costs.speed
         return self.ahead.general(plain_s) * plain_s
