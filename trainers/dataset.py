@@ -96,9 +96,10 @@ class Example:
     features: Spooled | None = None
 
     def covered(self, states: HiddenStates) -> bool:
-        """Whether ``states`` begin early enough to draft every output token from them. Those of a long answer may not:
-        earlier versions kept only its last tokens."""
-        return states.first <= max(0, len(self.prompt) - 2)
+        """Whether every output token can be drafted from ``states``: a token reads the one of the token two before it.
+        Those of a long answer may begin too late, since earlier versions kept only its last tokens."""
+        needed = len(self.prompt) - 2, len(self.prompt) + len(self.output) - 2
+        return states.first <= max(0, needed[0]) and states.first + len(states.values) >= needed[1]
 
     @property
     def replayable(self) -> bool:

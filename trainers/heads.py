@@ -35,7 +35,7 @@ class HeadBatch:
 def head_batch(examples: Sequence[Example], head: HeadModule, steps: int) -> HeadBatch:
     """A batch for ``head`` of ``examples``, all with features; texts are cut as in ``collate``.
 
-    Raises LookupError if an example's features are no longer in the spool, begin within its output, or have another
+    Raises LookupError if an example's features are no longer in the spool, do not cover its output, or have another
     width.
     """
     plain = collate(examples, longest_text(head), torch.device("cpu"))
@@ -47,7 +47,7 @@ def head_batch(examples: Sequence[Example], head: HeadModule, steps: int) -> Hea
         if found is None:
             raise LookupError(f"record {example.id} has no features")
         if not example.covered(found):
-            raise LookupError(f"the features of record {example.id} begin within its output")
+            raise LookupError(f"the features of record {example.id} do not cover its output")
         length = int(lengths[index])
         cut = len(example.prompt) + len(example.output) - 1 - length  # tokens of the prompt that are cut off
         # Row i reads the feature of the token before it, at position cut + i - 1 of the text.
