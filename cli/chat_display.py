@@ -58,6 +58,7 @@ class MarkdownDisplay:
 
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="visible")
+        self._above = ""  # the last block that was printed
         self._growing = ""  # the part of the answer that may still change
         self._drawn = 0.0
         self._live.start()
@@ -72,14 +73,17 @@ class MarkdownDisplay:
     def _draw(self) -> None:
         rest = last_block(self._growing)
         done, self._growing = self._growing[:rest], self._growing[rest:]
-        if done.strip():
-            self._console.print(as_markdown(done))
-        self._live.update(_Tail(as_markdown(self._growing)), refresh=True)
+        self._print(done)
+        self._live.update(_Below(self._above, self._growing, fits=True), refresh=True)
 
     def close(self) -> None:
         self._live.stop()
-        if self._growing.strip():
-            self._console.print(as_markdown(self._growing))
+        self._print(self._growing)
+
+    def _print(self, text: str) -> None:
+        if text.strip():
+            self._console.print(_Below(self._above, text), end="")
+            self._above = text[last_block(text) :]
 
 
 def as_markdown(text: str) -> Markdown:
@@ -109,17 +113,22 @@ def _parser() -> MarkdownIt:
     return MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 
 
-class _Tail:
-    """The last lines of a text that is too high for the screen."""
+class _Below:
+    """A Markdown ``text`` as it is drawn below the block ``above`` it, with the blank line between them, if any. With
+    ``fits`` only its last lines, if it is too high for the screen."""
 
-    def __init__(self, whole: Markdown) -> None:
-        self._whole = whole
+    def __init__(self, above: str, text: str, fits: bool = False) -> None:
+        self._above, self._text, self._fits = above, text, fits
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.segment import Segment
 
-        lines = console.render_lines(self._whole, options, pad=False)
-        for line in lines[-max(1, console.size.height - 2) :]:
+        drawn = [
+            console.render_lines(as_markdown(part), options, pad=False) if part.strip() else []
+            for part in (self._above, self._above + self._text)
+        ]
+        lines = drawn[1][len(drawn[0]) :]
+        for line in lines[-max(1, console.size.height - 2) :] if self._fits else lines:
             yield from line
             yield Segment.line()
 

@@ -27,6 +27,7 @@ from adaptive.records.log import Log
 from adaptive.service.trainer import Trainer
 from adaptive.settings import load_settings
 from adaptive.types import Message
+from cli import chat_display
 from cli.chat import converse
 from cli.chat_display import MarkdownDisplay, as_markdown, last_block
 from cli.chat_input import Keyboard, is_command
@@ -308,6 +309,20 @@ def test_ctrl_c_while_a_long_question_is_read_leaves_the_conversation_as_it_was(
     assert [m.content for m in chat.talk.messages][::2] == ["What?", "And then?"]
     fresh, _ = played(opened, "What?\rAnd then?\r")
     assert chat.talk.messages == fresh.talk.messages
+
+
+@pytest.mark.parametrize("every", [1, 7, 60])
+def test_an_answer_looks_the_same_however_slowly_it_comes(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = ["# A plan", "Begin *here*.", "- one\n- two", "---", "> so it is", "```\ncode\n```"]
+    text = "\n\n".join([*blocks, "| a | b |\n|---|---|\n| 1 | 2 |", "1. first\n2. second", "End."])
+    monkeypatch.setattr(chat_display, "DRAWN_EVERY_S", 0.0)
+    at_once, slowly = io.StringIO(), io.StringIO()
+    Console(file=at_once, width=40).print(as_markdown(text))
+    display = MarkdownDisplay(Console(file=slowly, width=40))
+    for begin in range(0, len(text), every):
+        display.feed(text[begin : begin + every])
+    display.close()
+    assert slowly.getvalue() == at_once.getvalue()
 
 
 def test_a_pipe_is_one_question_and_only_the_answer_is_written(
