@@ -117,7 +117,7 @@ class Assistant:
         if self._trainer is not None:
             self._trainer.busy()
         try:
-            self._opened.swapper.use_promoted()
+            self._opened.swapper.between_rounds()  # a large adapter is read beside the answer
             steps = self._assistant.chat(messages, params, limits, session=session, grammar=grammar)
             with contextlib.closing(steps):  # type: ignore[type-var]
                 for step in steps:

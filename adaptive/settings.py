@@ -94,6 +94,7 @@ class Settings(BaseSettings):
     keep_days: float | None = Field(None, gt=0)
     keep_gb: float | None = Field(None, gt=0)
     feature_gb: float = Field(2.0, ge=0)
+    keep_adapters: int = Field(5, ge=1)
     name: str | None = None
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65535)

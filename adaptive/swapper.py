@@ -1,18 +1,22 @@
-"""Brings the promoted adapter into use: at once between two answers, or in slices between the rounds of an answer.
+"""Brings the promoted adapter into use: at once, or beside an answer.
 
-In: the adapter store, which any process may change. Out: calls of the assistant, and a line for each problem. A damaged
-or incompatible adapter is skipped and reported once; decoding continues.
+In: the adapter store, which any process may change. Out: calls of the assistant, and a line for each problem. An
+adapter is verified and read on a thread of its own, while the draft drafts with its old weights, and then merged in
+slices between rounds, without the draft. A damaged or incompatible adapter is skipped and reported once; decoding
+continues.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 
 from adaptive.assistant import Assistant
 from adaptive.control.acceptance import by_position
+from adaptive.engines.protocol import Engine
 from adaptive.errors import AdaptiveError
 from checkpoints.manifest import BaseDraft, Manifest
 from checkpoints.store import AdapterStore
@@ -24,6 +28,31 @@ LOOK_S = 0.25
 # Seconds of a swap between two bursts of rounds. Too high: the text pauses noticeably. Too low: the answer is without a
 # draft for longer. A single step of a large draft may take longer than this.
 SLICE_S = 0.015
+# Seconds for which the rounds wait when an adapter begins to be read: a small one is then merged at once. Too high: the
+# text pauses noticeably for a large one.
+WAIT_S = 0.015
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A promoted adapter that was read: its ``manifest``, None for the plain draft, and ``problems`` for the user.
+
+    ``before`` is CURRENT's value at the beginning, and ``after`` the one to expect at the end: another one if a damaged
+    adapter was replaced. ``steps`` is the swap, whose first step is done; None if this adapter is in use, or does not
+    fit (``error``).
+    """
+
+    manifest: Manifest | None
+    problems: list[str]
+    before: str | None
+    after: str | None
+    steps: Iterator[None] | None = None
+    error: AdaptiveError | None = None
+
+    @property
+    def name(self) -> str | None:
+        """The adapter's id."""
+        return None if self.manifest is None else self.manifest.id
 
 
 class Swapper:
@@ -41,52 +70,78 @@ class Swapper:
         self._refused: str | None = ""  # an unusable and reported value of CURRENT (None: it names no adapter)
         self._looked = 0.0
         self._first = True
+        self._reading: Future[_Read] | None = None
         self._began, self._seconds, self._slices = 0.0, 0.0, 0
 
     def use_promoted(self) -> bool:
-        """Bring the promoted adapter into use completely. Returns whether the adapter has changed."""
+        """Bring the promoted adapter into use completely, which may take seconds. Returns whether the adapter has
+        changed."""
         before = self.assistant.adapter
         self._go_on(float("inf"))
-        self._begin()
-        self._go_on(float("inf"))
+        while self._look(None):
+            self._go_on(float("inf"))
         return self.assistant.adapter != before
 
     def between_rounds(self) -> bool:
-        """For ``Assistant.between_rounds``: check the store at intervals, continue a swap. Returns whether the draft
-        may be used."""
-        if not self.assistant.swapping:
-            now = time.perf_counter()
-            if now - self._looked < LOOK_S:
-                return True
-            self._looked = now
-            self._begin()  # reads the adapter, which uses up this gap's share of time
-            return not self.assistant.swapping
-        return self._go_on(SLICE_S)
+        """For ``Assistant.between_rounds``, and for idle moments: check the store at intervals, continue a swap for
+        about a slice. Returns whether the draft may be used."""
+        if self.assistant.swapping:
+            return self._go_on(SLICE_S)
+        if self._reading is not None:
+            self._look(0.0)
+        elif time.perf_counter() - self._looked >= LOOK_S:
+            self._looked = time.perf_counter()
+            self._look(WAIT_S)
+        return not self.assistant.swapping  # the rest comes in the next gaps
 
-    def _begin(self) -> None:
-        current, first, self._first = self.store.current_id(), self._first, False
-        known = current in (self.assistant.adapter, self._refused)
-        # The first call checks even if no adapter is in use: CURRENT may be damaged, and ``usable`` repairs it.
-        if self.assistant.pair.draft is None or (known and not first):
-            return
+    def _look(self, patience: float | None) -> bool:
+        """Begin to read the adapter if another one is promoted, and to swap once it is read. Waits for that for at most
+        ``patience`` seconds (None: without limit). Returns whether one was read."""
+        if self._reading is None:
+            current, first, self._first = self.store.current_id(), self._first, False
+            known = current in (self.assistant.adapter, self._refused)
+            # The first call checks even if no adapter is in use: CURRENT may be damaged, and ``usable`` repairs it.
+            if self.assistant.pair.draft is None or (known and not first):
+                return False
+            self._began, self._seconds, self._slices = time.perf_counter(), 0.0, 1
+            thread = ThreadPoolExecutor(1, "adapter")
+            self._reading = thread.submit(self._read, self.assistant.pair.draft)
+            thread.shutdown(wait=False)  # ends when the adapter is read
         began = time.perf_counter()
-        manifest, problems = self.store.usable(self.base)
-        for problem in problems:
-            self._say(problem)
-        if problems:
-            self._refused = current  # report it once, not before every burst
-        name = manifest.id if manifest else None
-        if name == self.assistant.adapter:
-            return
-        try:
-            self.expected = promised(manifest)
-            self.assistant.begin_swap(name, self._folder(name), self.expected)
-        except AdaptiveError as error:
-            self._refuse(name, error)
-        self._began, self._seconds, self._slices = began, time.perf_counter() - began, 1
+        done, _ = wait([self._reading], patience)
+        if done:
+            reading, self._reading = self._reading, None
+            self._take(reading.result())
+        self._seconds += time.perf_counter() - began
+        return bool(done)
 
-    def _folder(self, name: str | None) -> Path | None:
-        return None if name is None else self.store.path(name)
+    def _read(self, draft: Engine) -> _Read:
+        """Verify the promoted adapter and do the first step of its swap, which only reads. Runs on its own thread."""
+        before = self.store.current_id()
+        manifest, problems = self.store.usable(self.base)
+        read = _Read(manifest, problems, before, self.store.current_id() if problems else before)
+        if read.name == self.assistant.adapter:
+            return read
+        try:
+            steps = draft.swap_adapter(None if read.name is None else self.store.path(read.name))
+            next(steps, None)
+        except AdaptiveError as error:
+            return replace(read, error=error)
+        return replace(read, steps=steps)
+
+    def _take(self, read: _Read) -> None:
+        """Begin the swap to an adapter that was read, unless another one has been promoted since."""
+        for problem in read.problems:
+            self._say(problem)
+        if read.problems:
+            self._refused = read.before  # report it once, not before every burst
+        if self.store.current_id() != read.after:
+            return
+        if read.error is not None:
+            self._refuse(read.after, read.error)
+        elif read.steps is not None:
+            self.expected = promised(read.manifest)
+            self.assistant.begin_swap(read.name, None, self.expected, read.steps)
 
     def _go_on(self, seconds: float) -> bool:
         if not self.assistant.swapping:

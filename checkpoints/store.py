@@ -11,7 +11,8 @@ one at a time under a file lock, in steps such that a kill between any two leave
   opening corrects the manifest;
 * a rollback writes the status first, then ``CURRENT``; if killed between, the next opening finishes it.
 
-No id is used twice, because the newest folder is never pruned: the log refers to adapters by id.
+No id is used twice, because the newest folder is never pruned: the log refers to adapters by id. Of a pruned adapter a
+line stays in ``PRUNED`` (``trained.py``).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from checkpoints.folder import (
     verify_folder,
 )
 from checkpoints.manifest import BaseDraft, HeldOut, Kind, Manifest, Status, TrainedOn
+from checkpoints.trained import Trained, read_pruned, write_pruned
 
 __all__ = ["AdapterStore", "DamagedAdapter", "InUseChanged", "NewAdapter", "training_seconds"]
 
@@ -117,9 +119,14 @@ class AdapterStore:
                 found.append(read_manifest(self.root / name))
         return tuple(found)
 
+    def trained(self) -> tuple[Trained, ...]:
+        """Every adapter of ``list`` and every pruned one, oldest first."""
+        found = {one.id: one for one in (*read_pruned(self.root), *map(Trained.of, self.list()))}
+        return tuple(sorted(found.values(), key=lambda one: int(one.id)))
+
     def last_record(self) -> int:
         """The newest log record that any adapter was trained on, 0 for none; its id must not be used again."""
-        return max((manifest.trained_on.last_id or 0 for manifest in self.list()), default=0)
+        return max((one.last_record for one in self.trained()), default=0)
 
     def damaged(self) -> tuple[str, ...]:
         """Folders that ``list`` leaves out: set aside, or with an unreadable manifest."""
@@ -268,8 +275,9 @@ class AdapterStore:
             return manifest, problems
         return None, problems
 
-    def prune(self, keep: int) -> tuple[str, ...]:
-        """Delete all but the newest ``keep`` adapters, the one in use and the one a rollback would return to.
+    def prune(self, keep: int, spare: Callable[[Manifest], bool] | None = None) -> tuple[str, ...]:
+        """Delete all but the newest ``keep`` adapters, the one in use and the one a rollback would return to. With
+        ``spare``, only adapters with a readable manifest for which it returns False.
 
         Returns the names that were deleted (set-aside ones with their ending). Raises AdaptiveError
         for ``keep`` below 1: the newest is kept, so that no id is used twice.
@@ -278,15 +286,19 @@ class AdapterStore:
             raise AdaptiveError(f"keep is {keep}; it must be at least 1, the newest adapter always stays")
         if not self.root.is_dir():
             return ()
+        # This hashes whole adapters, so it comes before the lock, and only if the fallback is not kept as a new one.
+        back = self.fallback() if len(self._ids()) > keep else None
         with self._changing():
+            known = {manifest.id: manifest for manifest in self.list()}
             numbered = sorted((p.name for p in self.root.iterdir() if _NUMBERED.match(p.name)), key=_number)
-            needed = {*self._ids()[-keep:], *numbered[-1:], self.current_id(), self.fallback()}
-            doomed = tuple(name for name in numbered if name not in needed)
-            for name in doomed:
-                temporary = files.unfinished(self.root)
-                os.rename(self.root / name, temporary)  # first, so that no half-deleted adapter has an id
-                files.finished(temporary)
-            self._write_previous(self._previous())
+            current = self.current_id()
+            needed = {*self._ids()[-keep:], *numbered[-1:], current, back, *self._fallbacks(current)[:1]}
+            doomed = tuple(
+                name
+                for name in numbered
+                if name not in needed and (spare is None or (name in known and not spare(known[name])))
+            )
+            self._delete(doomed, [Trained.of(known[name]) for name in doomed if name in known])
         return doomed
 
     def export(self, name: str, destination: Path, force: bool = False) -> Path:
@@ -438,6 +450,22 @@ class AdapterStore:
         except AdaptiveError:
             return after, "it could not be set aside; "
 
+    def _delete(self, names: Collection[str], figures: Collection[Trained]) -> None:
+        """Delete folders. The ``figures`` of their adapters are written before, so that a kill loses none, and after,
+        where the disk was too full before."""
+        if not names:
+            return
+        gone = {one.id for one in figures}
+        pruned = [*(one for one in read_pruned(self.root) if one.id not in gone), *figures]
+        with suppress(OSError):
+            write_pruned(self.root, pruned)
+        for name in names:
+            temporary = files.unfinished(self.root)
+            os.rename(self.root / name, temporary)  # first, so that no half-deleted adapter has an id
+            files.finished(temporary)
+        write_pruned(self.root, pruned)
+        self._write_previous(self._previous())
+
     def _write_status(self, name: str, status: Status, reason: str) -> Manifest:
         manifest = read_manifest(self.root / name).with_status(status, reason)
         files.replace_text(self.root, self.root / name / MANIFEST, manifest.to_json())
@@ -455,17 +483,17 @@ class AdapterStore:
 
 
 def training_seconds(store: AdapterStore) -> float:
-    """Seconds of training of all adapters in the store, rejected ones included.
+    """Seconds of training of all adapters of the store, rejected and pruned ones included.
 
     An adapter that was not judged comes from a run that was stopped. Its seconds include those of the runs that it
     continued, and are part of those of the run that continues it.
     """
     total = since = 0.0
-    for manifest in store.list():
-        if manifest.recent is None:
-            since = max(since, manifest.train_seconds)
+    for one in store.trained():
+        if one.judged:
+            total, since = total + one.seconds, 0.0
         else:
-            total, since = total + manifest.train_seconds, 0.0
+            since = max(since, one.seconds)
     return total + since
 
 

@@ -134,7 +134,8 @@ def rollback(
 @app.command()
 @shared_options(*PAIR)
 def prune(settings: Settings, keep: Annotated[int, typer.Option(help="How many of the newest stay.")] = 5) -> None:
-    """Delete old adapters, never the one in use nor the one a rollback returns to.
+    """Delete old adapters, never the one in use nor the one a rollback returns to. Training runs do that by themselves
+    (setting keep_adapters).
 
     Example: adaptive adapters prune --keep 3
     """

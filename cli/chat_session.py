@@ -62,6 +62,7 @@ class Chat:
         self.record = settings.record
         self.talk = Talk(system, self._earlier() if name else ())
         self.keyboard: Keyboard | None = None
+        self._drafting = opened.assistant.adapter  # the last one that was named
 
     def _earlier(self) -> tuple[Message, ...]:
         from adaptive.records.log import Log
@@ -197,8 +198,10 @@ class Chat:
 
     def _stream(self, steps: Iterable[Step]) -> str:
         """Show an answer while it is decoded, log it, and print its figures. Returns its text."""
-        if self.opened.swapper.use_promoted():
-            self.console.print(f"[green]now drafting with adapter {self.opened.assistant.adapter or 'none'}[/]")
+        self.opened.swapper.between_rounds()  # a large adapter is read beside the answer, and named before the next one
+        if self.opened.assistant.adapter != self._drafting:
+            self._drafting = self.opened.assistant.adapter
+            self.console.print(f"[green]now drafting with adapter {self._drafting or 'none'}[/]")
         self.trainer.busy()
         try:
             self._show(steps)

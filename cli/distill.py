@@ -162,18 +162,20 @@ def run(
     from trainers.dataset import read_log
     from trainers.lock import only_trainer
     from trainers.run import distill as train
+    from trainers.run import tidy
 
     identity = pair_identity(settings)
     state = open_state(settings.state_dir, identity.id)
     if extra is None and not state.records.exists():
         read_log(state.records, recipe.buffer)
+    store = AdapterStore(state.adapters)
     with only_trainer(state) if processes.first() else nullcontext():
         with console.status("loading the draft"):
             draft = load_draft_for_training(settings)
         with stoppable() as should_stop, progress_bar(console) as report:
-            return train(
+            outcome = train(
                 state.records,
-                AdapterStore(state.adapters),
+                store,
                 identity.base,
                 draft,
                 recipe,
@@ -185,6 +187,7 @@ def run(
                 rivals=_rivals(recipe, draft) if compare else (),
                 spool=spool_of(state, settings.feature_gb),
             )
+        return replace(outcome, notes=(*outcome.notes, *tidy(store, state, settings.keep_adapters)))
 
 
 def _rivals(recipe: Recipe, draft: PreTrainedModel | Head | ForeignHead) -> tuple[Recipe, ...]:

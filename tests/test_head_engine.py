@@ -273,6 +273,24 @@ def test_other_weights_are_taken_over_and_given_back(ours: bool, tmp_path: Path)
     assert torch.equal(said(), before)
 
 
+@pytest.mark.parametrize("ours", [True, False], ids=["kernels", "transformers"])
+def test_other_weights_are_taken_over_in_steps_of_one_tensor(ours: bool, tmp_path: Path) -> None:
+    """So that an answer pauses for one tensor, not for a whole head."""
+    target, head = engines("gemma3", ours, grown=True)
+    randomised(randomised(Head.from_target(target.model))).write(tmp_path)
+    module: Head = head.head  # type: ignore[assignment]
+    for folder in (tmp_path, None):
+        before = {name: tensor.clone() for name, tensor in module.own().items()}
+        changed: list[str] = []
+        for _ in head.swap_adapter(folder):
+            now = {name: tensor.clone() for name, tensor in module.own().items()}
+            changes = [name for name, tensor in now.items() if not torch.equal(tensor, before[name])]
+            assert len(changes) <= 1
+            changed, before = changed + changes, now
+        assert len(changed) == len(set(changed))
+        assert {name for name, tensor in before.items() if tensor.ndim > 1} <= set(changed)
+
+
 def test_other_weights_are_taken_over_however_little_memory_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from store_factory import BASE, NEW, folder_in_memory, published, write
 
 from adaptive.errors import AdaptiveError
 from checkpoints.manifest import BaseDraft, HeldOut, Interval
-from checkpoints.store import AdapterStore, DamagedAdapter, InUseChanged
+from checkpoints.store import AdapterStore, DamagedAdapter, InUseChanged, training_seconds
 
 
 @pytest.fixture
@@ -268,6 +268,34 @@ def test_prune_keeps_the_newest_the_one_in_use_and_its_fallback(tmp_path: Path) 
     assert store.publish(write, NEW).id == "0007"
     with pytest.raises(AdaptiveError, match="at least 1"):
         store.prune(0)
+
+
+def test_what_is_pruned_still_counts_as_training_and_its_records_as_used(tmp_path: Path) -> None:
+    store, judged = AdapterStore(tmp_path / "adapters"), HeldOut(10, 900, 4, *[Interval(0.5, 0.4, 0.6)] * 5)
+    runs = [(10.0, None, 900), (30.0, judged, 900), (5.0, None, 40), (20.0, judged, None), (7.0, judged, 50)]
+    for seconds, held, last in runs:  # the second run continued the first, the fourth the third
+        trained_on = replace(NEW.trained_on, last_id=last)
+        store.publish(write, replace(NEW, train_seconds=seconds, recent=held, trained_on=trained_on))
+    assert training_seconds(store) == 57.0
+    assert store.last_record() == 900
+    before = store.trained()
+    assert store.prune(2) == ("0001", "0002", "0003")
+    assert store.prune(1) == ("0004",)
+    again = AdapterStore(store.root)
+    assert again.trained() == before
+    assert training_seconds(again) == 57.0
+    assert again.last_record() == 900
+    with (store.root / "PRUNED").open("a") as file:
+        file.write("not a line of ours\n")
+    assert again.trained() == before
+
+
+def test_a_training_run_prunes_neither_what_is_spared_nor_what_cannot_be_read(tmp_path: Path) -> None:
+    store = published(tmp_path / "adapters", 7, promote=2)
+    flip_byte(store.path("0003") / "manifest.json", 0)
+    assert store.prune(1, lambda manifest: manifest.id == "0004") == ("0005", "0006")
+    assert [manifest.id for manifest in store.list()] == ["0001", "0002", "0004", "0007"]
+    assert store.prune(1) == ("0003", "0004")
 
 
 def test_an_id_is_never_given_twice_though_everything_is_pruned(tmp_path: Path) -> None:

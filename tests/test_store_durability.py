@@ -10,13 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from store_factory import BASE, NEW, folder_in_memory, published, write
 
 from adaptive.errors import AdaptiveError
-from checkpoints.store import AdapterStore
+from checkpoints.manifest import HeldOut, Interval
+from checkpoints.store import AdapterStore, training_seconds
 
 TESTS = Path(__file__).resolve().parent
 # Audit events of all changes of a folder; opening a file counts only if it is for writing.
@@ -159,6 +161,22 @@ def test_killed_before_each_single_change_the_store_is_valid(
         assert store.current_id() in possible
         assert check_valid(root).current_id() in possible
     assert number > 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_prune_that_is_killed_loses_no_training_seconds(tmp_path: Path) -> None:
+    store, judged = AdapterStore(tmp_path / "whole"), HeldOut(10, 900, 4, *[Interval(0.5, 0.4, 0.6)] * 5)
+    for seconds in (1.0, 2.0, 4.0):
+        store.publish(write, replace(NEW, train_seconds=seconds, recent=judged))
+    number, killed = 0, True
+    while killed:
+        number += 1
+        root = shutil.copytree(store.root, tmp_path / str(number))
+        killed = killed_before_change(root, number, lambda one: one.prune(1))
+        assert training_seconds(AdapterStore(root)) == 7.0
+        AdapterStore(root).prune(1)
+        assert training_seconds(AdapterStore(root)) == 7.0
+    assert number > 10
 
 
 def test_a_damaged_adapter_is_set_aside_though_the_first_try_is_killed(tmp_path: Path) -> None:

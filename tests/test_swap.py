@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import BUNDLED, save_random_adapter
 from rich.console import Console
+from slow_disk import promoted_on_a_slow_disk, until
 from test_service_learning import publish_random_adapter
 
 from adaptive import swapper
@@ -33,6 +35,7 @@ PROMPT = "Once upon a time there was a small boat that"
 def session(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenedPair]:
     monkeypatch.setattr(swapper, "LOOK_S", 0.0)
     monkeypatch.setattr(swapper, "SLICE_S", 0.0)  # one step of a swap between two rounds
+    monkeypatch.setattr(swapper, "WAIT_S", 60.0)  # an adapter is read in the gap in which it was noticed
     monkeypatch.setattr(loop, "BURST_S", 0.0)  # one round per burst
     settings = load_settings({"dtype": "float32", "draft_length": "4", "history": "off"})
     with open_pair(settings, Console(file=io.StringIO())) as opened:
@@ -129,6 +132,47 @@ def test_a_swap_that_the_answer_was_too_short_for_is_finished_before_the_next(
     assert session.swapper.use_promoted()
     assert assistant.adapter == name
     assert [step.token for step in assistant.complete(PROMPT, GREEDY, LONG)] == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_an_answer_goes_on_with_its_draft_while_an_adapter_is_verified_and_read(
+    session: OpenedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swapper, "WAIT_S", 0.0)
+    expected, assistant = alone(session), session.assistant
+    name, slow = promoted_on_a_slow_disk(session.store, tmp_path / "adapter")
+    for reads in range(2):  # by the hash, and by the swap
+        assert [step.token for step in assistant.complete(PROMPT, GREEDY, LONG)] == expected
+        assert not slow.in_vain, "the answer waited for the disk"
+        assert assistant.last is not None
+        assert all(outcome.drafted for outcome in assistant.last.rounds[:-1])  # by the draft as it is
+        assert assistant.adapter is None
+        assert not assistant.swapping
+        slow.answer(1)
+        until(lambda reads=reads: slow.reads == 2 + reads)  # one was for the promotion
+    while assistant.adapter is None:
+        assert [step.token for step in assistant.complete(PROMPT, GREEDY, LONG)] == expected
+    assert assistant.adapter == name
+    assert session.swapper.swaps == 1
+    assert [step.token for step in assistant.complete(PROMPT, GREEDY, LONG)] == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_an_adapter_that_is_rolled_back_while_it_is_read_does_not_come_into_use(
+    session: OpenedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swapper, "WAIT_S", 0.0)
+    expected, assistant = alone(session), session.assistant
+    _, slow = promoted_on_a_slow_disk(session.store, tmp_path / "adapter")
+    assert session.swapper.between_rounds()
+    assert not slow.in_vain
+    session.store.rollback("the test says so")
+    slow.answer(2)
+    until(lambda: slow.reads == 3)
+    assert [step.token for step in assistant.complete(PROMPT, GREEDY, LONG)] == expected
+    assert not session.swapper.use_promoted()
+    assert assistant.adapter is None
+    assert session.swapper.swaps == 0
 
 
 def test_an_adapter_that_does_not_fit_is_passed_over_in_the_middle_of_an_answer(

@@ -67,7 +67,9 @@ def refusal(result: Result) -> str:
     return line
 
 
-def test_it_reports_figures_and_the_next_command(pair: list[str], own_home: Path) -> None:
+def test_it_reports_figures_and_the_next_command(
+    pair: list[str], own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = Settings(target=pair[1], draft=pair[3], home=own_home)
     state = open_state(own_home, pair_identity(settings).id)
     write_log(state.records, speak(target(), 80, SamplingParams(temperature=0.7)))
@@ -80,6 +82,10 @@ def test_it_reports_figures_and_the_next_command(pair: list[str], own_home: Path
     assert AdapterStore(state.adapters).current_id() == outcome["adapter"]
     spoken = distill(pair, *training, "--epochs", "1", "--no-promote")
     assert spoken.exit_code == 0, spoken.output
+    AdapterStore(state.adapters).reject("0002", "the test says so")
+    monkeypatch.setenv("ADAPTIVE_KEEP_ADAPTERS", "1")
+    spoken = distill(pair, *training, "--epochs", "1", "--no-promote")
+    assert "deleted old adapters: 0002" in spoken.output
     assert "Next: adaptive" in spoken.output
 
 

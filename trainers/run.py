@@ -9,6 +9,7 @@ published whole or not at all; one that was not judged yet stays a candidate).
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from adaptive.errors import AdaptiveError
 from adaptive.printable import counted
+from adaptive.state import PairState
 from checkpoints.manifest import BaseDraft, HeldOut, Manifest, TrainedOn
 from checkpoints.store import AdapterStore, InUseChanged, NewAdapter
 from trainers import processes
@@ -44,6 +46,9 @@ Promotion = Literal["gate", "never", "force"]
 # The draft in use was itself the best of many checkpoints on these prompts, so it looks better there than it is: with
 # 0, twice the records made no better adapter. Too high: the gate judges candidates that cannot pass.
 VALIDATION_SLACK = 0.03
+# Seconds for which a judged candidate stays, however many runs follow: a person asked for it (``--no-promote``). Too
+# low: it is gone before it was looked at. Too high: a command that makes one every night fills the disk.
+ASKED_FOR_S = 30 * 86400.0
 
 
 @dataclass(frozen=True)
@@ -287,7 +292,7 @@ def _streak(store: AdapterStore, candidate: Manifest, in_use: Manifest | None) -
     """The number (from 1) of this candidate since the adapter in use. Candidates that were stopped and not judged do
     not count; pruned ones do."""
     before = int(in_use.id) if in_use else 0
-    unjudged = sum(m.recent is None for m in store.list() if before < int(m.id) < int(candidate.id))
+    unjudged = sum(not one.judged for one in store.trained() if before < int(one.id) < int(candidate.id))
     return int(candidate.id) - before - unjudged
 
 
@@ -306,6 +311,37 @@ def _settle(
         return store.promote(candidate.id, verdict.reason, over=(current, candidate.id))
     except InUseChanged:  # by the user, or by the watch over live acceptance
         return store.reject(candidate.id, "another draft has come into use since it was compared with the one before")
+
+
+def tidy(store: AdapterStore, state: PairState, keep: int) -> list[str]:
+    """Delete old adapters after a run, so that the store does not grow without bound. Returns lines for the user.
+
+    Besides those that ``AdapterStore.prune`` keeps stay: the one that is to be judged again, the judged one with the
+    newest records (by which a restarted server knows what was trained on), and for a month those that a person asked to
+    keep.
+    """
+    judged = [manifest for manifest in store.list() if manifest.recent is not None]
+    newest = max(judged, key=lambda one: (one.trained_on.last_id or 0, int(one.id)), default=None)
+    needed = {_in_doubt(state), newest.id if newest else None}
+
+    def spare(manifest: Manifest) -> bool:
+        asked_for = manifest.status == "candidate" and manifest.recent is not None
+        return manifest.id in needed or (asked_for and time.time() - manifest.created < ASKED_FOR_S)
+
+    try:
+        deleted = store.prune(keep, spare) if processes.first() else ()
+    except AdaptiveError as error:
+        return [f"old adapters could not be deleted: {error}"]
+    return [f"deleted old adapters: {', '.join(deleted)} (keep_adapters is {keep})"] if deleted else []
+
+
+def _in_doubt(state: PairState) -> str | None:
+    """The adapter that ``adaptive.service.doubts`` has noted, which is to be judged again."""
+    try:
+        said = json.loads(state.doubts.read_bytes())["adapter"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return said if isinstance(said, str) else None
 
 
 def _message(manifest: Manifest | None, verdict: Verdict | None, result: Fit, validation: int) -> str:

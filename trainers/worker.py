@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -144,7 +145,7 @@ def _round(settings: Settings, state: PairState, brake: Brake, tell: Callable[[R
     from adaptive.records.features import spool_of
     from checkpoints.store import AdapterStore
     from trainers.recipe import Recipe
-    from trainers.run import distill
+    from trainers.run import distill, tidy
 
     def progress(at: Progress) -> None:
         share = at.step / at.steps if at.steps else 0.0
@@ -153,9 +154,10 @@ def _round(settings: Settings, state: PairState, brake: Brake, tell: Callable[[R
         acceptance = at.held_out_acceptance if math.isfinite(at.held_out_acceptance) else None  # before the first one
         tell(Report("training", message, share, loss, acceptance))
 
-    return distill(
+    store = AdapterStore(state.adapters, around_changes=brake.steady)
+    outcome = distill(
         state.records,
-        AdapterStore(state.adapters, around_changes=brake.steady),
+        store,
         pair_identity(settings).base,
         load_draft_for_training(settings),
         Recipe(max_seconds=settings.distill_seconds),
@@ -164,6 +166,7 @@ def _round(settings: Settings, state: PairState, brake: Brake, tell: Callable[[R
         state=state.training,
         spool=spool_of(state, settings.feature_gb),
     )
+    return replace(outcome, notes=(*outcome.notes, *tidy(store, state, settings.keep_adapters)))
 
 
 def _reconsider(settings: Settings, state: PairState, brake: Brake, name: str) -> Report:

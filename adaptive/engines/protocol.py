@@ -369,8 +369,8 @@ class Engine(Protocol):
         """
 
     def swap_adapter(self, folder: Path | None) -> Iterator[None]:
-        """``apply_adapter`` in steps short enough to run between two rounds. The adapter is checked up to the first
-        step.
+        """``apply_adapter`` in steps short enough to run between two rounds. The first step reads and checks the
+        adapter and changes nothing, so that any thread may do it while the engine computes.
 
         Between two steps, other engines may be used, and sequences of this one rolled back, but no sequence of this one
         may be extended. The caller must run the iterator to its end.
@@ -395,7 +395,8 @@ class KeepsCaches(Protocol):
         """The conditions under which a file can be read: how the numbers were computed, and their layout."""
 
     def stored(self, sequence: Sequence) -> dict[str, torch.Tensor] | None:
-        """The contents of a sequence, contiguous and on the CPU; None if they cannot be stored."""
+        """The contents of a sequence, on the CPU; None if they cannot be stored. They are views, valid until the
+        sequence is used again."""
 
     def restore(self, sequence: Sequence, stored: dict[str, torch.Tensor], length: int) -> None:
         """Replace the contents of a sequence by the first ``length`` tokens of ``stored``. Raises ValueError if they do

@@ -28,7 +28,7 @@ from adaptive.engines.cpu.plan import Fuse, Plan
 from adaptive.engines.cpu.weights import PackedLinear, of_module
 from adaptive.engines.head.foreign import ForeignHead
 from adaptive.engines.head.kinds import HeadModule
-from adaptive.engines.head.module import Head
+from adaptive.engines.head.module import VOCABULARY, Head
 from adaptive.engines.head.passes import HeadPasses
 from adaptive.engines.hf.cache import RollbackCache, reserve
 from adaptive.engines.hf.engine import PREFILL_CHUNK, TransformersEngine, TransformersSequence
@@ -325,12 +325,16 @@ class HeadEngine:
         assert isinstance(head, Head)
         tensors = None if folder is None else head.fitting(folder)
         yield
-        if self._first is None:
-            self._first = {name: tensor.to("cpu", copy=True) for name, tensor in head.own().items()}
         try:
+            if self._first is None:
+                first: dict[str, torch.Tensor] = {}
+                for name, tensor in head.own().items():
+                    first[name] = tensor.to("cpu", copy=True)
+                    yield
+                self._first = first
             yield from self._take(head, self._first if tensors is None else tensors)
         except BaseException as error:  # out of memory, or interrupted: never leave a mixture of two heads
-            for _ in self._take(head, self._first):
+            for _ in self._take(head, self._first) if self._first is not None else ():
                 pass
             self.ready = not self.grown
             if isinstance(error, (RuntimeError, MemoryError)):
@@ -339,11 +343,15 @@ class HeadEngine:
         self.ready = folder is not None or not self.grown
 
     def _take(self, head: Head, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Take over weights from ``fitting``, in steps of one tensor, then of one linear layer of the kernels."""
         among = head.ids
-        head.put(tensors)
+        head.draft_among(tensors.get(VOCABULARY))
         if head.ids is not among and self.passes.recorded is not None:
             self.passes.recorded.changed()  # recordings read the projection to the old draft vocabulary
-        yield
+        head.fresh = False
+        for name, tensor in head.own().items():
+            tensor.copy_(tensors[name])
+            yield
         if self.cpu_forward is None:
             return
         projection = self.cpu_forward.plan.lm_head

@@ -100,8 +100,9 @@ class MergedAdapter:
     def steps(self, folder: Path | None) -> Iterator[None]:
         """``apply`` in steps: the first step reads and checks the adapter, each other step merges one block.
 
-        Between later steps the weights are a mixture of old and new ones. If the iterator is closed at the first
-        ``yield``, nothing has changed; if it is closed later, before its end, the weights are pristine.
+        Another thread may do the first step while the model computes, because it changes nothing. Between later steps
+        the weights are a mixture of old and new ones. If the iterator is closed at the first ``yield``, nothing has
+        changed; if it is closed later, before its end, the weights are pristine.
         """
         deltas: dict[str, Delta] = {}
         if folder is not None:
