@@ -33,7 +33,7 @@ from adaptive.errors import AdaptiveError
 from adaptive.pair import base_of, draft_alone, pair_identity
 from adaptive.sampling import LogitsProcessor
 from adaptive.service.guard import JSON, Guard
-from adaptive.service.server import GRACE_S, address, listen, until_signalled, with_key
+from adaptive.service.server import GRACE_S, address, listen, server_config, until_signalled, with_key
 from adaptive.settings import Settings
 from adaptive.state import open_state
 from adaptive.tokens import as_list
@@ -282,13 +282,8 @@ def serve(settings: Settings, adapter: Path | None, ahead: bool) -> None:
             desk.before()
         logger.info("drafting with %s, adapter %s", draft.id, drafts.adapter or "none")
         logger.info("listening on %s", address(settings.host, listening.getsockname()[1]))
-        config = uvicorn.Config(
-            guarded(desk, settings),
-            log_config=None,
-            access_log=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(GRACE_S),
-            lifespan="off",
+        config = server_config(
+            guarded(desk, settings), timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=int(GRACE_S)
         )
         try:
             until_signalled(uvicorn.Server(config), listening)

@@ -9,14 +9,14 @@ from typing import Any
 
 import uvicorn
 
-from adaptive.service.server import listen
+from adaptive.service.server import listen, server_config
 
 
 @contextlib.contextmanager
 def on_a_thread(app: Any, **options: Any) -> Iterator[str]:
     """Serve ``app`` by uvicorn with these ``options``. Yields the address."""
     listening = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", **options))
+    server = uvicorn.Server(server_config(app, **options))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     try:

@@ -168,6 +168,18 @@ def test_a_connection_of_another_user_is_told_from_one_of_this_user(family: sock
         assert not seen
 
 
+@pytest.mark.skipif(not TABLES[0].exists(), reason="only Linux says whose a connection is")
+def test_a_connection_that_its_program_has_closed_is_nobodys() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        gone = socket.create_connection(listening.getsockname())
+        with listening.accept()[0] as ours:
+            ends = ours.getpeername(), ours.getsockname()
+            assert same_user(*ends)
+            gone.close()  # the table now shows root as its user, whoever it was
+            assert ours.recv(1) == b""
+            assert not same_user(*ends)
+
+
 @pytest.mark.thorough
 def test_the_page_is_told_what_changes_and_a_server_that_ends_ends_its_streams(server: Server) -> None:
     """Must be the last test of this file: it stops the server."""

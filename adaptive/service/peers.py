@@ -10,6 +10,8 @@ from pathlib import Path
 
 # Linux' tables of this machine's connections, with the user of each.
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+# The state of a connection that neither end has closed, in these tables.
+ESTABLISHED = "01"
 
 End = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]
 
@@ -22,6 +24,8 @@ def same_user(peer: tuple[str, int], here: tuple[str, int]) -> bool:
 
 
 def _connections() -> Iterator[tuple[End, End, int]]:
+    """Both ends and the user of every established connection. Once a program has closed its end, the table shows root
+    as its user."""
     for table in TABLES:
         try:
             lines = table.read_text(encoding="ascii").splitlines()[1:]
@@ -29,7 +33,8 @@ def _connections() -> Iterator[tuple[End, End, int]]:
             continue
         for line in lines:
             fields = line.split()
-            yield _of_hex(fields[1]), _of_hex(fields[2]), int(fields[7])
+            if fields[3] == ESTABLISHED:
+                yield _of_hex(fields[1]), _of_hex(fields[2]), int(fields[7])
 
 
 def _of_hex(text: str) -> End:

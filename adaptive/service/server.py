@@ -10,9 +10,11 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from pydantic import SecretStr
+from starlette.types import ASGIApp
 
 from adaptive.control.memory import current_costs
 from adaptive.errors import AdaptiveError
@@ -54,13 +56,7 @@ def serve(
             engine.listen(trainer)
             trainer.costs = lambda: current_costs(engine.policy, state.controller)
             api = Api(engine, settings, metrics, trainer)
-            config = uvicorn.Config(
-                create_app(api),
-                log_config=None,
-                access_log=False,
-                timeout_graceful_shutdown=int(GRACE_S) + 2,
-                lifespan="off",
-            )
+            config = server_config(create_app(api), timeout_graceful_shutdown=int(GRACE_S) + 2)
             server = _Server(config, engine)
             api.leaving = lambda: server.should_exit
             _run(server, engine, listening)
@@ -112,6 +108,12 @@ class _Server(uvicorn.Server):
         timer.daemon = True
         timer.start()
         self.should_exit = True
+
+
+def server_config(app: ASGIApp, **options: Any) -> uvicorn.Config:
+    """uvicorn's configuration for any of our servers. Forwarded headers are ignored: every program of this machine
+    could use them to pass for the client of another connection (``peers.py``)."""
+    return uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", proxy_headers=False, **options)
 
 
 def until_signalled(server: uvicorn.Server, listening: socket.socket) -> None:

@@ -16,7 +16,7 @@ from adaptive.pair import load_tokenizer, sources
 from adaptive.records.retention import Keep
 from adaptive.records.writer import LogWriter
 from adaptive.service.guard import LOOPBACK, Guard
-from adaptive.service.server import GRACE_S, address, listen, only_server, until_signalled, with_key
+from adaptive.service.server import GRACE_S, address, listen, only_server, server_config, until_signalled, with_key
 from adaptive.service.trainer import Trainer, background
 from adaptive.settings import Settings
 from adaptive.state import PairState
@@ -63,15 +63,7 @@ def learn(settings: Settings, state: PairState, url: str, kind: Kind | None, mos
             proxy.training = lambda: asdict(trainer.status)
             key = settings.api_key.get_secret_value() if settings.api_key else None
             app = Door(Resting(proxy, trainer), key)
-            config = uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                date_header=False,
-                timeout_graceful_shutdown=int(GRACE_S),
-                lifespan="off",
-            )
+            config = server_config(app, server_header=False, date_header=False, timeout_graceful_shutdown=int(GRACE_S))
             trainer.idle()
             until_signalled(_Server(config, proxy), listening)
 
