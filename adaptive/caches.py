@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,18 +56,27 @@ class CachedSequence:
 
 @dataclass(frozen=True)
 class Opening:
-    """The first request of a conversation. Later requests of the conversation repeat all of it."""
+    """The first request of a conversation, of ``length`` tokens. Later requests of the conversation repeat all of it.
+
+    ``text`` has the tokens of a raw text. Those of a chat, which its messages identify, are not kept: an agent's prompt
+    has tens of thousands."""
 
     client: str
     messages: tuple[Message, ...]
-    tokens: tuple[int, ...]
+    length: int
+    text: array[int]
+
+    @classmethod
+    def of(cls, client: str, messages: tuple[Message, ...], prompt: Sequence[int]) -> Opening:
+        """The opening of a conversation that begins with this request."""
+        return cls(client, messages, len(prompt), array("i", () if messages else prompt))
 
     def begins(self, later: Opening) -> bool:
         """Whether ``later`` continues this conversation; a common system message alone is not enough."""
         if self.client != later.client:
             return False
         if not self.messages or not later.messages:  # raw text
-            return self.messages == later.messages and self.tokens == later.tokens[: len(self.tokens)]
+            return self.messages == later.messages and self.text == later.text[: self.length]
         if self.messages == later.messages:
             return True
         asked = any(message.role == "user" for message in self.messages)
@@ -107,17 +117,27 @@ class Conversation:
         if self.draft is not None and other.draft is not None:
             self.draft.copy_prefix(other.draft, prompt)
 
-    def take_over(self, other: Conversation) -> None:
-        """Take the caches of ``other``, which starts anew."""
+    def take_over(self, other: Conversation, prompt: Sequence[int]) -> None:
+        """Take the caches of ``other``, which starts anew, and keep only the beginning of ``prompt``."""
         self.target, self.draft = other.target, other.draft
         other.forget()
+        for cache in (self.target, self.draft):
+            if cache is not None:
+                cache.keep_prefix_of(prompt)
 
-    def keep(self, kept: KeptCaches) -> bool:
-        """Write the target's cache to disk, unless it is there. Returns whether it had to be written."""
+    def keep(self, kept: KeptCaches, wanted: Callable[[], bool]) -> bool:
+        """Write the target's cache to disk, unless it is there, or ``wanted`` returns True meanwhile. Returns whether
+        it had to be written."""
         tokens, held = self.target.tokens, self.target.sequence.length
         if self.private or self.under_way or not held or self._written == held:
             return False
-        self._file, self._written = kept.keep(self.target.sequence, tokens, self._file), held
+        writing = kept.keep(self.target.sequence, tokens, self._file)
+        try:
+            while not wanted():
+                next(writing)
+            writing.close()
+        except StopIteration as end:
+            self._file, self._written = end.value, held
         return True
 
     def read(self, file: Kept, kept: KeptCaches, prompt: Sequence[int]) -> None:
@@ -176,9 +196,9 @@ class Conversations:
         """
         if not self.limit:
             if not self._kept or self._kept[0].under_way:
-                self._kept = [Conversation(self._target, self._draft, None, Opening("", (), ()))]
+                self._kept = [Conversation(self._target, self._draft, None, Opening.of("", (), ()))]
             return self._kept[0]
-        opening = Opening(client, messages, tuple(prompt))
+        opening = Opening.of(client, messages, prompt)
         found = self._find(opening, name)
         if found is None or found.under_way:  # a second request at the same time gets caches of its own
             session, found = found, Conversation(self._target, self._draft, name, opening)
@@ -200,7 +220,7 @@ class Conversations:
         elif source.under_way:
             found.forget()
         else:
-            found.take_over(source)
+            found.take_over(source, prompt)
         return found
 
     def forget(self) -> None:
@@ -211,17 +231,17 @@ class Conversations:
         if self._files is not None:
             self._files.forget()
 
-    def keep(self, every: bool = False) -> bool:
+    def keep(self, wanted: Callable[[], bool] = lambda: False, every: bool = False) -> bool:
         """Write to disk the first conversation found whose cache is not there yet, or ``every`` such one. Returns
-        whether there was any. If the folder was erased from outside, no conversation in memory is
-        written."""
+        whether there was any. Ends soon after ``wanted`` returns True, without the file that it was writing. If the
+        folder was erased from outside, no conversation in memory is written."""
         if self._files is None:
             return False
         if self._files.erased:
             for conversation in self._kept:
                 conversation.private = True
             self._files.forget()
-        found = (conversation.keep(self._files) for conversation in reversed(self._kept))
+        found = (conversation.keep(self._files, wanted) for conversation in reversed(self._kept))
         return any(list(found) if every else found)
 
     def has_room(self, tokens: int, under_way: Iterable[Conversation]) -> bool:
@@ -233,7 +253,7 @@ class Conversations:
     @functools.cached_property
     def token_bytes(self) -> int:
         """Bytes of a token in both caches."""
-        found = Conversation(self._target, self._draft, None, Opening("", (), ()))
+        found = Conversation(self._target, self._draft, None, Opening.of("", (), ()))
         length = min(SAMPLE, self._target.context_length)
         found.target.sequence.reserve(length)
         if found.draft is not None:
@@ -251,7 +271,7 @@ class Conversations:
         if name is not None:
             return next((c for c in self._kept if c.opening is None and c.name == name), None)
         found = [c for c in self._kept if c.opening is not None and c.opening.begins(opening)]
-        return max(found, key=lambda c: len(c.opening.tokens) if c.opening else 0, default=None)
+        return max(found, key=lambda c: c.opening.length if c.opening else 0, default=None)
 
     def _free_bytes(self, kept: Conversation, needed: int, source: Conversation | None = None) -> bool:
         """Free the caches of the least recently used conversations, but not of ``kept``, until ``needed`` bytes are

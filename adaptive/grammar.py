@@ -58,6 +58,14 @@ class Grammar:
         except Exception as error:  # a parser may raise anything
             raise AdaptiveError(f"the {self.name} cannot be used: {first_line(error)}") from error
 
+    def rule(self) -> str:
+        """A schema or regular expression as the right side of a rule in Lark's notation. Raises AdaptiveError as
+        ``source``."""
+        (grammar,) = json.loads(self.source())["grammars"]
+        if self.kind == "json_schema":
+            return f"%json {json.dumps(grammar['json_schema'])}"
+        return f"%lark {{\n{grammar['lark_grammar']}\n}}"
+
     @property
     def name(self) -> str:
         """The name of its kind, for messages."""

@@ -14,13 +14,12 @@ import secrets
 import shutil
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from adaptive.engines.protocol import KeepsCaches
 from adaptive.engines.protocol import Sequence as EngineSequence
@@ -32,6 +31,11 @@ logger = logging.getLogger("adaptive")
 # Tokens from which a text's cache is written, and that a file must hold beyond the cache in memory to be read. Fewer
 # tokens are computed as quickly as they are read.
 LEAST = 256
+# Bytes that are written at a time, in some milliseconds. Too low: a file takes many calls. Too high: a request that
+# arrives meanwhile waits for the rest of a piece.
+PIECE = 4 << 20
+# The names of the numbers' types in a file.
+TYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32"}
 # Exceptions from reading a file that is truncated, was written by another program, or is not readable.
 UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AdaptiveError)
 DAY_S = 86400.0
@@ -93,27 +97,30 @@ class KeptCaches:
             self._drop(kept)
             return False
 
-    def keep(self, sequence: EngineSequence, tokens: list[int], instead: Path | None) -> Path | None:
+    def keep(
+        self, sequence: EngineSequence, tokens: list[int], instead: Path | None
+    ) -> Generator[None, None, Path | None]:
         """Write the cache of ``tokens`` in a sequence, replacing the earlier file ``instead``, if there is one. Returns
-        the path, or ``instead`` if nothing is written: too short, too large, or the disk refuses it."""
+        the path, or ``instead`` if nothing is written: too short, too large, or the disk refuses it.
+
+        It yields after each piece. A caller that wants to use the sequence must close it there, which drops what was
+        written so far."""
         held = tokens[: sequence.length]
         if len(held) < LEAST:
             return instead
         found = self._engine.stored(sequence)
         if found is None or sum(tensor.nbytes for tensor in found.values()) > self.limit:
             return instead
-        sums = {name: _sum(tensor) for name, tensor in found.items()}
-        about = {"layout": json.dumps(self._engine.cache_layout), "sums": json.dumps(sums)}
         path = instead or self.folder / f"{secrets.token_hex(8)}.safetensors"
         try:
             new = files.unfinished(self.folder)
             try:
-                save_file({**found, "tokens": torch.tensor(held, dtype=torch.int32)}, new, about)
-                os.chmod(new, 0o600)
+                tensors = {**found, "tokens": torch.tensor(held, dtype=torch.int32)}
+                yield from _write(new, tensors, json.dumps(self._engine.cache_layout))
                 os.replace(new, path)
             finally:
                 files.finished(new)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             logger.warning("a cache is not kept: %s", str(error).splitlines()[0])
             return instead
         self._kept = [*(one for one in self._kept if one.path != path), Kept(path, held)]
@@ -149,6 +156,43 @@ class KeptCaches:
     def _drop(self, kept: Kept) -> None:
         self._kept = [one for one in self._kept if one.path != kept.path]
         kept.path.unlink(missing_ok=True)
+
+
+def _write(path: Path, tensors: Mapping[str, torch.Tensor], layout: str) -> Iterator[None]:
+    """Write a file in safetensors' format piece by piece, with a checksum of each tensor; yields after each piece."""
+    sums = dict.fromkeys(tensors, 0xFFFFFFFF)
+    room = len(_header(tensors, layout, sums))  # the longest that it can get
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600), "wb") as file:
+        file.seek(8 + room)
+        for name, tensor in tensors.items():
+            sums[name] = 0
+            for piece in _pieces(tensor):
+                data = piece.view(torch.uint8).numpy().data
+                sums[name] = zlib.crc32(data, sums[name])
+                file.write(data)
+                yield
+        file.seek(0)
+        file.write(room.to_bytes(8, "little") + _header(tensors, layout, sums).ljust(room))
+
+
+def _header(tensors: Mapping[str, torch.Tensor], layout: str, sums: Mapping[str, int]) -> bytes:
+    """The description of the tensors, which stand in the file in this order."""
+    about: dict[str, object] = {"__metadata__": {"layout": layout, "sums": json.dumps(sums)}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        about[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    header = json.dumps(about).encode()
+    return header.ljust(-(-len(header) // 8) * 8)  # the numbers after it are aligned
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The numbers of a tensor in order, in contiguous pieces of at most PIECE bytes."""
+    if tensor.is_contiguous():
+        yield from tensor.view(-1).split(PIECE // tensor.element_size())
+    else:
+        for part in tensor:
+            yield from _pieces(part)
 
 
 def _sum(tensor: torch.Tensor) -> int:

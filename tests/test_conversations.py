@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,6 +121,26 @@ def test_caches_stay_within_their_limit_and_a_conversation_keeps_its_session(ses
         assert len(conversations) == 1
     ask(session, SYSTEM, questions[0])
     assert sessions(session) == [2, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("raw", "most"), [(False, 1), (True, 5)])
+def test_of_an_old_conversation_no_more_is_remembered_than_identifies_it(
+    session: OpenedPair, raw: bool, most: int
+) -> None:
+    """``most``: bytes for each token of its first prompt."""
+    conversations = Conversations(session.pair.target, session.pair.draft, 1)
+    length, count = 20_000, 20
+
+    def take(number: int, more: int = 0) -> str:
+        prompt = [number, *range(1000, 1000 + length + more)]
+        return conversations.take(prompt, () if raw else (Message("user", str(number)),)).name
+
+    tracemalloc.start()
+    names = [take(number) for number in range(count)]
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert held / count / length < most
+    assert [take(number, more=3) for number in range(count)] == names
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt_neox"])

@@ -8,9 +8,10 @@ from typing import Any, Literal
 import httpx
 import openai
 import pytest
-from conftest import DIALECTS_KEY
+from conftest import BUNDLED, DIALECTS_KEY
 from pydantic import BaseModel
 from service_server import Server
+from transformers import AutoTokenizer
 
 # By one process, which starts one server.
 pytestmark = pytest.mark.xdist_group("dialects")
@@ -138,6 +139,48 @@ def test_a_tool_is_called_by_a_chat_and_its_result_read(client: openai.OpenAI) -
         {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"},
     ]
     assert client.chat.completions.create(model="any", messages=messages, tools=tools, max_tokens=4).choices
+
+
+def test_beside_tools_a_format_leaves_the_model_the_choice_of_a_call(client: openai.OpenAI) -> None:
+    known = AutoTokenizer.from_pretrained(BUNDLED / "target")
+    function = {key: TOOL[key] for key in ("name", "description", "parameters")}
+    schema = {**Place.model_json_schema(), "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}
+
+    def ask(but: str, **options: Any) -> Any:
+        """The answer of a model that prefers tokens that do not begin with ``but``."""
+        bias = {str(token): -100.0 for token in range(len(known)) if known.decode([token]).startswith(but)}
+        messages: Any = [{"role": "user", "content": "How warm is it?"}]
+        asked: Any = {"model": "any", "messages": messages, "temperature": 0, "max_tokens": 300, "logit_bias": bias}
+        tools: Any = [{"type": "function", "function": function}]
+        one: Any = {"tools": tools, "parallel_tool_calls": False}  # this model would never stop to call
+        return client.chat.completions.create(**asked, **one, response_format=wanted, **options)
+
+    written = ask("<").choices[0]
+    assert written.message.tool_calls is None
+    assert Place.model_validate_json(written.message.content)
+    called = ask("{").choices[0]
+    assert called.finish_reason == "tool_calls"
+    assert not called.message.content
+    assert json.loads(called.message.tool_calls[0].function.arguments)["place"] in ("Rome", "Oslo")
+    deltas = [chunk.choices[0].delta for chunk in ask("{", stream=True)]
+    calls = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert len(calls) > 2  # its arguments come piece by piece
+    assert not any(delta.content for delta in deltas)
+    wanted_there = {"format": {"type": "json_schema", "name": "place", "schema": schema}}
+    given = {"tools": [TOOL], "parallel_tool_calls": False, "max_output_tokens": 300, "text": wanted_there}
+    (item,) = respond(client, **given).output
+    if item.type == "message":
+        assert Place.model_validate_json(item.content[0].text)
+    else:
+        assert json.loads(item.arguments)["place"] in ("Rome", "Oslo")
+    forced = ask("<", tool_choice="required").choices[0]  # no text, to which the format would apply
+    assert forced.finish_reason == "tool_calls"
+    with pytest.raises(openai.BadRequestError, match="tools and a grammar do not go together"):
+        client.chat.completions.create(
+            model="any", messages=[{"role": "user", "content": "Hello"}],
+            tools=[{"type": "function", "function": function}], extra_body={"grammar": 'root ::= "yes"'},
+        )  # fmt: skip
 
 
 def test_a_response_is_that_of_the_chat(client: openai.OpenAI) -> None:

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from array import array
 from collections import Counter
 from pathlib import Path
@@ -27,7 +28,7 @@ from adaptive.control.matches import KEEP, PRIORS, Bins, Matches
 from adaptive.control.policy import FixedLength
 from adaptive.decoding.loop import Decoding, Request
 from adaptive.decoding.verifier import Verifier
-from adaptive.drafting.archive import Archive, History, owner_name
+from adaptive.drafting.archive import PAGE, Archive, History, owner_name
 from adaptive.drafting.history import HISTORY, Counting, HistoryDrafter, RunningText
 from adaptive.drafting.suffixes import Continuation, Expected, Suffixes, compiled, suffixes
 from adaptive.engines.hf.engine import TransformersEngine
@@ -288,6 +289,23 @@ def test_records_that_are_written_while_it_runs_are_found(tmp_path: Path) -> Non
     archive.catch_up()
     assert proposed(archive, list(range(900, 930))) == list(range(930, 946))
     archive.close()
+
+
+def test_an_answer_waits_for_one_page_while_a_long_log_is_read(tmp_path: Path) -> None:
+    each, pages = 20, 200
+    path = log_of(tmp_path, {str(n): list(range(n, n + each)) for n in range(pages * PAGE)})
+    waits = []
+    for pause in (0.0, 0.0005, 0.001, 0.002):
+        archive = Archive(path, 1 << 20, most=10**9)
+        archive.start()
+        while not archive.loaded.is_set():
+            before = archive.tokens
+            archive.index("")
+            waits.append((archive.tokens - before) / each / PAGE)
+            time.sleep(pause)
+        archive.close()
+        assert archive.tokens == pages * PAGE * each
+    assert max(waits) <= 2
 
 
 def test_a_log_that_is_gone_leaves_nothing_to_propose(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import httpx
 import pytest
 import torch
 from conftest import BUNDLED
+from safetensors.torch import load_file
 from service_server import Server
 
 from adaptive.caches import Conversations
@@ -108,6 +110,64 @@ def test_there_is_no_more_on_disk_than_may_be_and_nothing_private(pair: Pair, tm
     folder.rmdir()  # as a purge does
     assert not small.keep()
     assert not list(folder.glob("*.safetensors"))
+
+
+def test_a_file_is_written_in_pieces_and_dropped_as_soon_as_somebody_asks(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adaptive.kept.PIECE", 1 << 16)
+    folder = tmp_path / "caches"
+    first = conversations(pair, folder)
+    wanted = read(first, TEXT)
+    whole: list[int] = []
+
+    def asked(after: int) -> Callable[[], bool]:
+        """Whether somebody asks: yes from the call number ``after`` on."""
+        whole.clear()
+
+        def is_asked() -> bool:
+            whole.append(0)
+            return len(whole) > after
+
+        return is_asked
+
+    for after in range(5):
+        assert first.keep(asked(after))
+        assert len(whole) == after + 1
+        assert not any(folder.iterdir())
+    assert first.keep(asked(10**6))
+    assert len(whole) > 8
+    (file,) = folder.iterdir()
+    before = file.read_bytes()
+    read(first, [*TEXT, 4])
+    assert first.keep(asked(5))
+    assert file.read_bytes() == before, "the earlier file stays until the new one is complete"
+    again = conversations(pair, folder)
+    assert held(again, [*TEXT, 9]) == len(TEXT)
+    assert torch.equal(read(again, TEXT), wanted)
+
+
+@pytest.mark.parametrize("limit", [10**9, 1])
+def test_a_file_holds_nothing_of_an_unrecorded_conversation_that_begins_alike(
+    pair: Pair, tmp_path: Path, limit: int
+) -> None:
+    """With ``limit`` 1 there is no room for a copy: the second conversation takes over the caches of the first."""
+    shared = [*TEXT[:300], 7]
+    both, alone = conversations(pair, tmp_path / "both"), conversations(pair, tmp_path / "alone")
+    both.limit = limit
+    read(both, TEXT, private=True)
+    both.take([*shared, 3])
+    both.keep(every=True)
+    for file in (tmp_path / "both").glob("*.safetensors"):
+        assert load_file(file)["tokens"].tolist() == TEXT[:300]
+    for kept in (both, alone):
+        read(kept, shared)
+        kept.keep(every=True)
+    files = [next((tmp_path / name).glob("*.safetensors")) for name in ("both", "alone")]
+    found, wanted = map(load_file, files)
+    assert len(found["tokens"]) == len(shared)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.thorough

@@ -12,11 +12,14 @@ from adaptive.records import figures as columns
 from adaptive.records import schema
 from adaptive.records.figures import GenerationFigures
 from adaptive.records.history import KEYS, grouped, history, series, swaps
-from adaptive.records.log import Log
+from adaptive.records.log import DrafterFigures, Log
 from adaptive.records.schema import MIGRATIONS, connect, sum_up_generations, tell_drafters_apart
 from adaptive.records.stats import RoundCount, acceptance_by_position, by_drafter, count_rounds, speculative_stats
 from adaptive.records.writer import LogWriter
+from adaptive.service.overview import Past
+from adaptive.state import PairState
 from adaptive.types import Round
+from checkpoints.store import AdapterStore
 
 
 def rounds(*pairs: tuple[int, int]) -> tuple[Round, ...]:
@@ -101,6 +104,57 @@ def test_an_adapters_acceptance_is_of_what_its_draft_drafted(tmp_path: Path) -> 
     drafted = {"model": (5, 15, 7), "history": (5, 25, 17)}
     assert {name: (one.rounds, one.drafted, one.accepted) for name, one in drafters.items()} == drafted
     assert by_drafter([*WITH_HISTORY, *rounds((4, 1)), Round("history", 5, 2, 0.0, 0.0)]) == drafters
+
+
+def test_what_drafters_did_is_summed_up_anew_only_where_records_were_deleted(tmp_path: Path) -> None:
+    path = tmp_path / "records.db"
+
+    def write(*numbers: int) -> None:
+        with LogWriter(path) as writer:
+            for number in numbers:
+                said = (*WITH_HISTORY, *rounds((4, number % 3))) if number % 2 else rounds((4, 1))
+                writer.write(generation(number, rounds=said))
+
+    def read(known: DrafterFigures, same: bool = True) -> DrafterFigures:
+        with Log(path) as log:
+            found = log.drafter_figures(known)
+            assert (found == log.drafter_figures() and found.drafters == log.by_drafter()) == same
+        return found
+
+    empty = read(DrafterFigures())
+    assert empty == DrafterFigures()
+    write(2, 1, 3)
+    first = read(empty)
+    write(4, 5)
+    second = read(first)
+    assert list(second.drafters) == ["model", "history"]
+    assert read(second) == second
+    with Log(path) as log:
+        log.purge(ids=[2, 5])
+    third = read(second)
+    assert third != second
+    connection = connect(path)
+    connection.execute("UPDATE rounds SET accepted = 0 WHERE generation = 3")
+    connection.close()
+    write(6)
+    read(third, same=False)  # the rounds of known records are not read again
+    path.unlink()
+    write(7, 8, 9)  # as many records under the ids of others
+    with Log(path) as log:
+        assert log.last_id() == 3
+    read(first)
+
+
+def test_the_dashboard_reads_rounds_once(tmp_path: Path) -> None:
+    state = PairState(tmp_path)
+    past = Past(state, AdapterStore(state.adapters))
+    for total in (4, 8):
+        with LogWriter(state.records) as writer:
+            writer.write(generation(total, rounds=rounds((4, 1))))
+        assert past.read("adapter")[1]["drafters"]["model"]["drafted"] == total
+        connection = connect(state.records)
+        connection.execute("UPDATE rounds SET drafted = 100")
+        connection.close()
 
 
 def test_a_log_in_which_history_counted_as_the_draft_is_summed_up_anew(tmp_path: Path) -> None:

@@ -7,11 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import BUNDLED
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from test_text_stream import by_bytes
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from adaptive.errors import AdaptiveError
 from adaptive.service import streams
@@ -24,7 +27,7 @@ from adaptive.service.dialects.responses import ResponsesRequest
 from adaptive.service.formats import Call, format_of
 from adaptive.service.jobs import Answer, Ask, Done, Event, Job, Piece
 from adaptive.service.schemas import ChatMessage, ChatRequest, RequestBody, StreamOptions
-from adaptive.types import SamplingParams, StopParams, Timings
+from adaptive.types import SamplingParams, StopParams, Supervision, Timings
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -95,6 +98,43 @@ def test_a_whole_response_and_a_stream_carry_the_same() -> None:
         said = "".join(part["arguments"] for part in parts)
         assert json.loads(said) == json.loads(wanted["function"]["arguments"])
     assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+def logprobs_of(known: PreTrainedTokenizerBase, ids: list[int], chat: bool) -> dict[str, Any]:
+    """The logprobs of an answer of these tokens; all of them are alternatives at each place."""
+    alternatives = np.tile(np.array(ids, np.int32), (len(ids), 1))
+    same = np.zeros(alternatives.shape, np.float16)
+    rows = Supervision(alternatives, same, same[0], same[0])
+    said = Answer(0, "", tuple(ids), 3, "stop", (), Timings(3, 0, 0.1, 2, 0.1), rows, None)
+    served = streams.Served("1", 0, "pair", known, Reading(), 3)
+    written = Completion(served, chat=chat, top=len(ids), options=StreamOptions()).whole([said])
+    return dict(written["choices"][0]["logprobs"])
+
+
+@pytest.mark.parametrize(
+    ("known", "forms"),
+    [
+        (tokenizer(""), ["ĠA", "â", "ĺ", "ĥ", "B"]),
+        (by_bytes(), ["▁B", "<0xE2>", "<0x98>", "<0x83>", "B"]),
+    ],
+    ids=["byte level", "byte fallback"],
+)
+def test_a_token_is_named_by_its_own_bytes_also_within_a_character(
+    known: PreTrainedTokenizerBase, forms: list[str]
+) -> None:
+    ids, space = [known.convert_tokens_to_ids(form) for form in forms], forms[0][1:]
+    content = logprobs_of(known, ids, chat=True)["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in content) == f" {space}☃B".encode()
+    found = logprobs_of(known, ids, chat=False)
+    assert found["tokens"] == [f" {space}", "bytes:\\xe2", "bytes:\\x98", "bytes:\\x83", "B"]
+    assert [list(names) for names in found["top_logprobs"]] == [found["tokens"]] * len(ids)
+    assert found["text_offset"] == [0, 2, 3, 3, 3]
+
+
+def test_bytes_that_a_tokenizer_does_not_tell_are_none() -> None:
+    known = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"\ufffd": 0, "A": 1}, "A")))
+    content = logprobs_of(known, [0, 1], chat=True)["content"]
+    assert [entry["bytes"] for entry in content] == [None, [65]]
 
 
 # A model that writes arguments as tags: a call is streamed only once it is complete.

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import io
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -88,6 +89,36 @@ def test_idle_is_not_said_when_a_request_has_just_come(own_home: Path) -> None:
     finally:
         engine.close()
     assert said == ["busy"] * len(said)
+
+
+def test_caches_are_written_only_when_nobody_has_asked_for_a_while(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adaptive.service.engine.QUIET_S", 0.0)
+    monkeypatch.setattr("adaptive.service.engine.POLL_S", 0.01)
+    settings = load_settings({"target": str(BUNDLED / "draft"), "dtype": "float32", "keep_caches": "1GB"})
+
+    def opened() -> contextlib.AbstractContextManager[OpenedPair]:
+        return open_pair(settings, Console(file=io.StringIO()), cache_bytes=10**9)
+
+    thread, done = EngineThread(opened, Metrics(), queue=4), threading.Event()
+    sampling, stop = SamplingParams(temperature=0.0, seed=1), StopParams(2, ignore_eos=True)
+    ask = Ask((Prompt([5, 6, 7] * 100, (), "text"),), sampling, stop, 1, "somebody", None, True, False, False)
+    thread.start(when_over=lambda: None)
+    try:
+        thread.submit(Job(ask, lambda event: done.set() if isinstance(event, Done) else None))
+        assert done.wait(120)
+        assert thread.session is not None
+        folder = thread.session.state.caches
+        time.sleep(0.5)
+        assert not any(folder.iterdir())
+        monkeypatch.setattr("adaptive.service.engine.KEEP_S", 0.5)
+        until = time.monotonic() + 60
+        while not any(folder.glob("*.safetensors")):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    finally:
+        thread.close()
 
 
 def test_a_stream_that_waits_says_so_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

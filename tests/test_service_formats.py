@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from adaptive.decoding.text import TextStream
 from adaptive.errors import AdaptiveError
-from adaptive.grammar import Grammars
+from adaptive.grammar import Grammar, Grammars, json_schema, notation
 from adaptive.service.calls import Part, Reading, Thought, reading_of
-from adaptive.service.forced import forced_call
+from adaptive.service.forced import call_or_text, forced_call
 from adaptive.service.formats import Call, format_of
 from adaptive.service.partial import Arguments, CallBegins
 
@@ -235,6 +235,7 @@ def test_thinking_that_the_prompt_began_ends_at_its_mark() -> None:
         ("<tool_call>", '<tool_call>\n{"name": "weather", "arguments": 3}\n</tool_call>'),
         ("<tool_call> <arg_key>", "A <tool_call>word</tool_call>"),
         ("<|start_header_id|> tools", '{"name": "Ann", "age'),
+        ("<|start_header_id|> tools", '{"name": "Ann", "age": 3}'),
         ("<|start_header_id|> tools", 'Say {"name": "weather", "parameters": {}}'),
         ("[TOOL_CALLS]", "[TOOL_CALLS] something else"),
         ("<|tool_call>", "<|tool_call>weather(3)<tool_call|>!"),
@@ -263,12 +264,18 @@ def test_a_value_may_hold_the_tags_around_it() -> None:
 ENDS = ('"', "}", "\n</parameter>\n", "</arg_value>\n", '<|"|>', "<escape>")
 
 
-def forced_at_random(family: Family, several: bool, rng: random.Random) -> tuple[str, str, list[tuple[str, Any]]]:
-    """The answer of a model that picks random tokens and is forced to call."""
+def forced_at_random(
+    family: Family, several: bool, rng: random.Random, text: Grammar | None = None
+) -> tuple[str, str, list[tuple[str, Any]]]:
+    """The answer of a model that picks random tokens and is forced to call, or to write ``text``."""
     known = tokenizer(family.shown, family.special)
     reading = reading_of(known, TOOLS)
     marks = reading.marks(known)
-    grammar = forced_call(reading, marks, TOOLS[:1], several)
+    if text is None:
+        grammar = forced_call(reading, marks, TOOLS[:1], several)
+    else:
+        grammar = call_or_text(reading, marks, TOOLS[:1], several, text)
+        reading = reading.without_thinking()
     end = known.eos_token_id
     assert isinstance(end, int)
     constraint = Grammars(known, len(known), frozenset([end])).constraint(grammar)
@@ -295,10 +302,12 @@ def forced_at_random(family: Family, several: bool, rng: random.Random) -> tuple
     return sorted_out(read(reading, pieces))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["Hermes", "Qwen 3.5", "GLM", "Mistral", "Mistral before 2025", "Llama 3", "Gemma 4", "FunctionGemma", "gpt-oss"],
-)
+CALLING = [
+    "Hermes", "Qwen 3.5", "GLM", "Mistral", "Mistral before 2025", "Llama 3", "Gemma 4", "FunctionGemma", "gpt-oss",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLING)
 def test_a_model_that_has_to_call_calls(name: str) -> None:
     rng = random.Random(4)
     for several in (False, True, True):
@@ -312,9 +321,38 @@ def test_a_model_that_has_to_call_calls(name: str) -> None:
             assert arguments.get("unit", "C") in ("C", "F")
 
 
+NAMED = {"type": "object", "properties": {"name": {"enum": ["Ann", "<think>"]}, "age": {"type": "integer"}},
+         "required": ["name"], "additionalProperties": False}  # fmt: skip
+TEXTS = {
+    "schema": json_schema(NAMED),
+    "regex": Grammar("regex", '[{]"name": ?"(Ann|<think>)"[}]'),
+}
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+@pytest.mark.parametrize("name", CALLING)
+def test_beside_tools_a_format_leaves_the_choice_between_a_call_and_a_text(name: str, kind: str) -> None:
+    rng, texts, called = random.Random(4), 0, 0
+    while not texts or not called:
+        text, thoughts, calls = forced_at_random(FAMILIES[name], True, rng, TEXTS[kind])
+        assert not thoughts
+        if calls:
+            called += 1
+            assert not text.strip()
+            assert all(who == "weather" and isinstance(given["city"], str) for who, given in calls)
+        else:
+            texts += 1
+            assert json.loads(text)["name"] in ("Ann", "<think>")
+        assert texts + called < 50
+
+
 def test_calls_whose_writing_is_not_known_cannot_be_forced() -> None:
     with pytest.raises(AdaptiveError, match="not known"):
         forced_call(reading_of(tokenizer("{{ messages }}"), TOOLS), {}, TOOLS, several=True)
+    with pytest.raises(AdaptiveError, match="tools and a format, while how this model writes calls is not known"):
+        call_or_text(reading_of(tokenizer("{{ messages }}"), TOOLS), {}, TOOLS, True, TEXTS["schema"])
+    with pytest.raises(AdaptiveError, match="tools and a grammar do not go together"):
+        call_or_text(reading_of(tokenizer("<tool_call>"), TOOLS), {}, TOOLS, True, notation('root ::= "yes"'))
     nested = {"name": "f", "parameters": {"type": "object", "properties": {"places": {"type": "array"}}}}
     with pytest.raises(AdaptiveError, match="'places'"):
         forced_call(reading_of(tokenizer(FAMILIES["Gemma 4"].shown), TOOLS), {}, [{"function": nested}], several=True)

@@ -16,6 +16,7 @@ from service_server import Server
 from store_factory import published
 
 from adaptive.engines.cpu import kernels
+from adaptive.service.peers import TABLES
 
 # One xdist worker runs these tests, since it starts one server.
 pytestmark = pytest.mark.xdist_group("service_requests")
@@ -62,6 +63,13 @@ def test_a_text_far_beyond_the_context_is_refused_before_it_is_tokenized(client:
         with pytest.raises(openai.BadRequestError, match="context"):
             send()
     assert process.cpu_times().user - before < 5.0  # tokenizing all of it takes 25 s
+
+
+@pytest.mark.skipif(not TABLES[0].exists(), reason="only Linux says whose a connection is")
+@pytest.mark.parametrize("name", ["127.0.0.1:1", "[::1]:1", "192.0.2.1", "foo", ""])
+def test_nobody_passes_for_the_client_of_another_connection_by_a_header(server: Server, name: str) -> None:
+    said = httpx.get(f"{server.url}/adaptive/answers", headers={"X-Forwarded-For": name}, timeout=60)
+    assert said.status_code == 200  # by the connection itself, which is this user's
 
 
 def test_without_being_told_four_are_answered_at_once(server: Server) -> None:
@@ -211,7 +219,7 @@ def test_an_answer_keeps_to_what_was_asked_for(client: openai.OpenAI) -> None:
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"tool_choice": "required"}, "no tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "there is no tool 'x'"),
-        ({"tools": TOOLS, "tool_choice": "required", "extra_body": {"regex": "a"}}, "cannot be a call"),
+        ({"tools": TOOLS, "extra_body": {"regex": "a"}}, "no place for tools"),
         ({"tools": TOOLS, "tool_choice": "required"}, "no place for tools"),
         ({"extra_body": {"mirostat": 2}}, "mirostat is not served"),
         ({"extra_body": {"enable_thinking": True}}, "knows no thinking"),

@@ -53,6 +53,7 @@ class Archive:
         self._most = most or (MOST_PLAIN_TOKENS if compiled() is None else MOST_TOKENS)
         self._most_bytes = most_bytes
         self._log = Log(path)
+        self._turn = threading.Lock()  # held by an answer that waits for ``_lock``, so that it is next
         self._lock = threading.Lock()  # for the log and all below
         self._indexes: dict[str, Suffixes] = {}
         self._known: dict[int, str] = {}  # the owner of every record read, by record id
@@ -81,20 +82,22 @@ class Archive:
 
     def index(self, owner: str) -> Suffixes:
         """The index of the records of ``owner``; '' for records without an owner."""
-        with self._lock:
+        with self._turn, self._lock:
             return self._index(owner)
 
     def forget_deleted(self) -> None:
         """Remove records from the indexes that are no longer in the log."""
         if not self._known:
             return
-        with self._lock, _logged():
+        with self._turn, self._lock, _logged():
             self._forget_deleted()
 
     def catch_up(self) -> None:
         """Read new records from the log, and forget the deleted ones."""
         more = True
         while more and not self._closing:
+            with self._turn:  # a thread that frees a lock and takes it again is usually faster than one that waits
+                pass
             with self._lock, _logged():
                 more = False  # also after an error: the next check tries again
                 self._forget_deleted()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -50,6 +50,11 @@ class Reading:
         if self.tools or not self.format.loose:
             return wanted
         return tuple(region for region in wanted if region.kind != "call")
+
+    def without_thinking(self) -> Reading:
+        """The same for answers that a grammar keeps to calls and visible text."""
+        regions = tuple(region for region in self.format.regions if region.kind != "thought")
+        return replace(self, format=replace(self.format, regions=regions), begun=None)
 
     def reader(self, partial: bool = False) -> AnswerReader:
         """A reader for one answer. ``partial``: return a call while it is being written, if the format allows that."""

@@ -14,7 +14,7 @@ from adaptive.encoding import chat_text, encode_rendered, template_text
 from adaptive.errors import AdaptiveError
 from adaptive.grammar import Grammar
 from adaptive.service.calls import Reading, reading_of
-from adaptive.service.forced import forced_call
+from adaptive.service.forced import call_or_text, forced_call
 from adaptive.service.formats import Format, format_of
 from adaptive.service.jobs import Prompt
 from adaptive.service.schemas import ChatRequest
@@ -44,20 +44,21 @@ def prepare(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, context: int)
     """
     body.refuse_unbuilt()
     grammar = body.constrained()
-    must_call = body.must_call()
-    if must_call and grammar is not None:
-        raise AdaptiveError("tool_choice: an answer that keeps to a format cannot be a call")
+    must_call, tools = body.must_call(), offered(body)
     ids = encode_rendered(tokenizer, rendered(body, tokenizer), context)
     prompt = Prompt(ids, tuple(message.for_log() for message in body.messages), "")
-    if grammar is not None:
+    if grammar is not None and not tools:
         return Chat(prompt, grammar, Reading(), {})  # all of the answer is visible text
     most = 1 if body.parallel_tool_calls is False else None
-    reading = reading_of(tokenizer, offered(body), ids, most)
+    reading = reading_of(tokenizer, tools, ids, most)
     marks = reading.marks(tokenizer)
-    if must_call:
+    if must_call:  # such an answer has no text that a format could apply to
         several = body.tool_choice == "required" and most is None
         grammar = forced_call(reading, marks, must_call, several)
-        reading = Reading(reading.format, reading.tools, most=most)
+    elif grammar is not None and tools:
+        grammar = call_or_text(reading, marks, tools, most is None, grammar)
+    if grammar is not None:
+        reading = reading.without_thinking()
     return Chat(prompt, grammar, reading, marks)
 
 

@@ -16,8 +16,8 @@ from adaptive.records.history import By
 from adaptive.service import pages
 from adaptive.service.api import Api
 from adaptive.service.events import Changes
+from adaptive.service.overview import Past
 from adaptive.service.overview import adapters as known_adapters
-from adaptive.service.overview import past
 from adaptive.service.storage import on_disk, with_memory
 
 # The pages load nothing from other sites, run only their own script files, and cannot be shown in a frame of another
@@ -36,7 +36,7 @@ def add_dashboard(app: FastAPI, api: Api) -> None:
     """Add the pages, ``/adaptive/history``, ``trainer``, ``adapters``, ``storage`` and ``events`` to ``app``."""
     trainer = api.trainer
     store, state = trainer.store, trainer.state
-    changes = Changes(api)
+    past, changes = Past(state, store), Changes(api)
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -54,7 +54,7 @@ def add_dashboard(app: FastAPI, api: Api) -> None:
 
     @app.get("/adaptive/history")
     async def history(by: By = "adapter") -> dict[str, Any]:
-        return (await asyncio.to_thread(past, state, store, by))[1]
+        return (await asyncio.to_thread(past.read, by))[1]
 
     @app.get("/adaptive/trainer")
     async def training() -> dict[str, Any]:

@@ -39,9 +39,14 @@ logger = logging.getLogger("adaptive.service")
 # Too high: the first answer after a promotion has to wait for the swap.
 POLL_S = 0.25
 
-# Seconds since the last answer after which idle time is used to save caches and measure costs. Too low: that happens
-# between two questions of a conversation.
+# Seconds since the last answer after which idle time is used to measure costs. Too low: that happens between two
+# questions of a conversation.
 QUIET_S = 1.0
+
+# Seconds since the last answer after which caches are written to disk. Too low: a long conversation, of up to a
+# gigabyte, is written after each of its answers. Too high: a server that is killed leaves nothing (one that is stopped
+# writes the rest).
+KEEP_S = 60.0
 
 # Longest wait for the log, in seconds, before the end of an answer is reported. A slow disk must not delay the client;
 # the writer continues to try.
@@ -259,12 +264,21 @@ class EngineThread:
         return assistant.has_room(longest + min(job.ask.stop.max_new_tokens, ANSWER_RESERVE))
 
     def _idle(self, session: Opened) -> None:
-        """Idle work: swap to a promoted adapter; after QUIET_S save caches and measure costs."""
+        """Idle work: swap to a promoted adapter; after QUIET_S measure costs, and after KEEP_S save caches."""
         self._forget_if_asked(session.assistant)
         self._tell_idle()  # a waiting job may have been cancelled
-        session.swapper.use_promoted()
-        if time.monotonic() - self._answered > QUIET_S and not session.assistant.conversations.keep():
-            session.upkeep.idle(lambda: len(self.queue) > 0 or self.state != "ready")
+        while not session.swapper.between_rounds():  # the next slice of a swap
+            if self._wanted_now():
+                return
+        quiet = time.monotonic() - self._answered
+        if quiet > KEEP_S and session.assistant.conversations.keep(self._wanted_now):
+            return
+        if quiet > QUIET_S:
+            session.upkeep.idle(self._wanted_now)
+
+    def _wanted_now(self) -> bool:
+        """Whether idle work must give way."""
+        return len(self.queue) > 0 or self._forget or self.state != "ready"
 
     def _tell_idle(self) -> None:
         """Notify listeners, once, that the engine is idle, unless a job waits."""

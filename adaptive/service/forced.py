@@ -1,4 +1,5 @@
-"""Builds the grammar of an answer that must consist of tool calls, in the layout of the model's family."""
+"""Builds the grammar of an answer that must consist of tool calls, in the layout of the model's family, or of an answer
+that is either calls or text in a format."""
 
 from __future__ import annotations
 
@@ -25,20 +26,48 @@ def forced_call(reading: Reading, marks: Mapping[int, str], tools: Sequence[dict
     layout = reading.format.layout
     if layout is None:
         raise AdaptiveError("tool_choice: how this model writes calls is not known, so that none can be forced")
-    rules = _Rules(layout, {mark: token for token, mark in marks.items()})
-    calls = [rules.call(tool) for tool in tools]
-    more = "" if layout.between is None or not several else f" ({rules.text(layout.between)} call)*"
-    start = f"start: {rules.text(layout.begins)} call{more} {rules.text(layout.ends)}"
-    return Grammar("lark", "\n".join([start, f"call: {' | '.join(calls)}", *rules.rules]))
+    rules = _Rules(layout, marks)
+    return rules.grammar(rules.calls(tools, several))
+
+
+def call_or_text(
+    reading: Reading, marks: Mapping[int, str], tools: Sequence[dict[str, Any]], several: bool, text: Grammar
+) -> Grammar:
+    """The grammar of an answer that is a call of one of ``tools``, or ``several`` calls, or a text by the schema or
+    regular expression ``text``. Raises AdaptiveError as ``forced_call``, if ``text`` cannot be parsed, or if it is a
+    grammar: llguidance fails on some grammars within a grammar."""
+    layout = reading.format.layout
+    if layout is None or text.kind not in ("json_schema", "regex"):
+        kind = (
+            "tools and a grammar" if layout else "tools and a format, while how this model writes calls is not known,"
+        )
+        raise AdaptiveError(f"{kind} do not go together; leave one of them out, or send tool_choice none")
+    rules = _Rules(layout, marks)
+    return rules.grammar(rules.calls(tools, several), f"{rules.text(layout.text)} {rules.nested(text)}")
 
 
 class _Rules:
     """Rules of a grammar in Lark's notation."""
 
-    def __init__(self, layout: Layout, tokens: Mapping[str, int]) -> None:
-        self.rules: list[str] = []
+    def __init__(self, layout: Layout, marks: Mapping[int, str]) -> None:
+        self._rules: list[str] = []
         self._layout = layout
-        self._tokens = tokens
+        self._tokens = {mark: token for token, mark in marks.items()}
+
+    def grammar(self, *answers: str) -> Grammar:
+        """The grammar of an answer of one of these kinds, by these rules."""
+        return Grammar("lark", "\n".join([f"start: {' | '.join(answers)}", *self._rules]))
+
+    def calls(self, tools: Sequence[dict[str, Any]], several: bool) -> str:
+        """Add the rules for a call of one of ``tools``, or ``several``. Returns what such an answer consists of."""
+        layout = self._layout
+        call = self._rule(" | ".join(self.call(tool) for tool in tools))
+        more = "" if layout.between is None or not several else f" ({self.text(layout.between)} {call})*"
+        return f"{self.text(layout.begins)} {call}{more} {self.text(layout.ends)}"
+
+    def nested(self, grammar: Grammar) -> str:
+        """Add the rule for a text that matches ``grammar``. Returns its name."""
+        return self._rule(grammar.rule())
 
     def call(self, tool: dict[str, Any]) -> str:
         """Add the rule for a call of ``tool``. Returns its name."""
@@ -99,8 +128,8 @@ class _Rules:
                 value = self._rule(ANY_TEXT, f"[suffix={json.dumps(after)}]")
         elif self._layout.quote and not (isinstance(schema, dict) and schema.get("type") in BARE):
             raise AdaptiveError(
-                f"tool_choice: no call with a parameter like {key[:64]!r} can be forced from this model, only texts, "
-                "numbers and booleans"
+                f"tools: a call with a parameter like {key[:64]!r} cannot be forced from this model, nor offered "
+                "beside a format, only one with texts, numbers and booleans"
             )
         else:
             value = f"{self._json(schema, arguments)} {self.text(after)}"
@@ -116,6 +145,6 @@ class _Rules:
         return self._rule(f"%json {as_json(schema)}")
 
     def _rule(self, right: str, attributes: str = "") -> str:
-        name = f"r{len(self.rules)}"
-        self.rules.append(f"{name}{attributes}: {right}")
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {right}")
         return name

@@ -59,7 +59,7 @@ class Layout:
     With ``between`` None there is only one call. Each call is ``before``, its contents, ``after``, with ``{name}``
     replaced by the tool's name. The contents are a JSON object of name and arguments under ``key``; the arguments alone
     if ``key`` is empty; or, if ``parameter`` is set, the parameters, with ``separator`` between them and ``quote``
-    around texts.
+    around texts. ``text`` stands before visible text, in answers that are text instead.
     """
 
     before: str
@@ -71,6 +71,7 @@ class Layout:
     begins: str = ""
     between: str | None = ""
     ends: str = ""
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,14 @@ def _read_objects(before: str, body: str, types: Types) -> list[Call | str]:
     if not calls:
         raise ValueError("empty")
     return calls
+
+
+def _read_bare(before: str, body: str, types: Types) -> list[Call | str]:
+    """Read JSON that no mark tells from an answer in JSON: calls only if every name is that of an offered tool."""
+    calls = [_of_object(value) for value in _objects(body)]
+    if not calls or any(call.name not in types for call in calls):
+        raise ValueError("no call of an offered tool")
+    return [*calls]
 
 
 def _typed(text: str, kind: Any) -> Any:
@@ -223,7 +232,11 @@ FAMILIES: tuple[tuple[tuple[str, ...], Format], ...] = (
             ),
             _read_harmony,
             (*_HARMONY_ENDS, "<|message|>", "<|constrain|>"),
-            Layout("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", between=None),
+            Layout(
+                "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+                between=None,
+                text="<|channel|>final<|message|>",
+            ),
             loose=False,
             thoughts="thinking",
             head=_HARMONY_HEAD,
@@ -293,7 +306,7 @@ FAMILIES: tuple[tuple[tuple[str, ...], Format], ...] = (
         ("<|start_header_id|>", "tool"),  # Llama 3.1 and later
         Format(
             tuple(Region("call", opens, first=True) for opens in ("<|python_tag|>", "{")),
-            _read_objects,
+            _read_bare,
             ("<|python_tag|>",),
             Layout("", key="parameters", between=None),
             head=_HEAD,

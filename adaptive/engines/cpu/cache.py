@@ -192,15 +192,23 @@ class CpuCache:
             self.hidden[:length] = other.features(0, length)
         self.length = length
 
+    @torch.inference_mode()
     def stored(self) -> dict[str, torch.Tensor] | None:
-        """The held keys, values and hidden states by name, in whole panels; None with recurrent states or no tokens."""
+        """Views of the held keys, values and hidden states by name, in whole panels; None with recurrent states or no
+        tokens. The rest of the last panels becomes zeros: it may be of another text, which ``copy_prefix`` copied or a
+        rollback left there, and must not be written to disk with this one."""
         if self.states is not None or not self.length:
             return None
         whole = min(-(-self.length // GROWTH) * GROWTH, self.capacity)
-        found = {
-            name: buffer[:, :, :, :whole].contiguous() for name, buffer in zip(self._names, self._buffers, strict=True)
-        }
-        return found if self.hidden is None else {**found, "hidden": self.hidden[: self.length].contiguous()}
+        rest = torch.arange(self.length, whole, device=self._device)
+        found = {}
+        for name, buffer in zip(self._names, self._buffers, strict=True):
+            count, _, heads, _, size = buffer.shape
+            keys = buffer[:, 0].view(count, heads, self.capacity // self.panel, size, self.panel)
+            keys[:, :, rest // self.panel, :, rest % self.panel] = 0
+            buffer[:, 1, :, self.length : whole] = 0
+            found[name] = buffer[:, :, :, :whole]
+        return found if self.hidden is None else {**found, "hidden": self.hidden[: self.length]}
 
     @property
     def _names(self) -> list[str]:

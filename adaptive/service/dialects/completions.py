@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -23,6 +25,8 @@ from adaptive.types import Supervision
 
 # The log-probability that OpenAI's API reports for a token outside the top alternatives.
 UNLIKELY = -9999.0
+# What decoding writes for bytes that are no character.
+BROKEN = "\ufffd"
 
 
 def add_completions(app: FastAPI, api: Api) -> None:
@@ -86,8 +90,7 @@ class Completion:
         logprobs = None
         if self._top is not None and piece.token is not None and piece.supervision is not None:
             logprobs = self._logprobs((piece.token,), piece.supervision, choice.offset)
-            if not self._chat:
-                choice.offset += len(logprobs["tokens"][0])
+            choice.offset += _characters(self._served.tokenizer, piece.token)
         parts = choice.reader.feed(piece.text) if self._chat else [piece.text]
         if logprobs is not None and not any(isinstance(part, str) for part in parts):
             parts = ["", *parts]
@@ -169,14 +172,11 @@ class Completion:
             content.append({**_token(tokenizer, token, known.get(token, UNLIKELY)), "top_logprobs": likeliest})
         if self._chat:
             return {"content": content, "refusal": None}
-        offsets = [offset]
-        for entry in content:
-            offsets.append(offsets[-1] + len(entry["token"]))
         return {
-            "tokens": [entry["token"] for entry in content],
+            "tokens": [_name(entry) for entry in content],
             "token_logprobs": [entry["logprob"] for entry in content],
-            "top_logprobs": [{t["token"]: t["logprob"] for t in entry["top_logprobs"]} for entry in content],
-            "text_offset": offsets[:-1],
+            "top_logprobs": [{_name(one): one["logprob"] for one in entry["top_logprobs"]} for entry in content],
+            "text_offset": list(accumulate((_characters(tokenizer, t) for t in tokens[:-1]), initial=offset)),
         }
 
 
@@ -204,12 +204,44 @@ def _message(parts: Sequence[Part]) -> dict[str, Any]:
 def _token(tokenizer: PreTrainedTokenizerBase, token: int, logprob: float) -> dict[str, Any]:
     text, data = _text_of(tokenizer, token)
     # JSON has no -inf, which stands for a probability below the range of float16.
-    return {"token": text, "logprob": max(logprob, UNLIKELY), "bytes": list(data)}
+    return {"token": text, "logprob": max(logprob, UNLIKELY), "bytes": None if data is None else list(data)}
+
+
+def _name(entry: dict[str, Any]) -> str:
+    """The token of ``_token`` as a text that no other token has: like OpenAI, its bytes if they are no characters."""
+    if BROKEN not in entry["token"] or entry["bytes"] is None:
+        return str(entry["token"])
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry["bytes"])
+
+
+def _characters(tokenizer: PreTrainedTokenizerBase, token: int) -> int:
+    """The number of characters that begin in a token."""
+    text, data = _text_of(tokenizer, token)
+    return len(text) if data is None else sum(byte & 0xC0 != 0x80 for byte in data)  # others continue a character
 
 
 # Decoding a token takes as long as writing ten of them, and the alternatives of an answer's tokens are mostly the same.
 @lru_cache(maxsize=1 << 16)
-def _text_of(tokenizer: PreTrainedTokenizerBase, token: int) -> tuple[str, bytes]:
-    """A token's text, and the bytes of that text."""
-    text = str(tokenizer.decode([token]))
-    return text, text.encode("utf-8")
+def _text_of(tokenizer: PreTrainedTokenizerBase, token: int) -> tuple[str, bytes | None]:
+    """A token's text and its bytes; None for a part of a character whose bytes the tokenizer does not tell."""
+    text, form = str(tokenizer.decode([token])), str(tokenizer.convert_ids_to_tokens(token))
+    if form.replace("▁", " ") == f" {text}":  # some tokenizers drop a space before a text, which this token is not
+        text = f" {text}"
+    return text, _bytes_of(form) if BROKEN in text else text.encode("utf-8")
+
+
+def _bytes_of(form: str) -> bytes | None:
+    """The bytes of a token that is one byte, ``<0xE2>``, or is written in the alphabet of byte-level tokenizers."""
+    if (byte := re.fullmatch("<0x([0-9A-F]{2})>", form)) is not None:
+        return bytes.fromhex(byte[1])
+    return bytes(ALPHABET[letter] for letter in form) if ALPHABET.keys() >= set(form) else None
+
+
+def _alphabet() -> dict[str, int]:
+    """The byte for each character of GPT-2's alphabet: printable ones stand for themselves, the others are moved."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+ALPHABET = _alphabet()
