@@ -156,7 +156,7 @@ def test_a_head_that_is_promoted_within_an_answer_drafts_the_rest_of_it(
         looks += 1
         if looks == 5:
             assistant.begin_swap("0001", trained)
-        return assistant.finish_swap(0.0)
+        return assistant.finish_swap(0.005)
 
     assistant.between_rounds = between
     assert said(assistant, prompts[4:5]) == alone(pair, prompts[4:5])

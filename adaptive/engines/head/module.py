@@ -47,7 +47,8 @@ USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 GROUPS = ("n_group", "num_expert_group", "topk_group")
 # A mixture's head has this many experts, and every token uses all of them (some routers need two). Together they are as
 # wide as the target's that a token uses, and at most WIDEST times as wide as the model, as in models without experts.
-FEW, WIDEST = 2, 4
+# Their widths are multiples of STEP, which torch's products of several experts ask for.
+FEW, WIDEST, STEP = 2, 4, 16
 # The modules whose result a layer adds to its input.
 ADDED = frozenset({"o_proj", "down_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "c_proj", "w2", "wo"})
 
@@ -313,7 +314,8 @@ def head_config(target: Any) -> Any:
                 setattr(config, name, 1 if name in GROUPS else FEW)
         wide = "moe_intermediate_size" if getattr(config, "moe_intermediate_size", None) else "intermediate_size"
         each = getattr(config, wide)
-        setattr(config, wide, max(each, min(used * each, WIDEST * config.hidden_size)) // FEW)
+        whole = max(each, min(used * each, WIDEST * config.hidden_size))
+        setattr(config, wide, -(-whole // (FEW * STEP)) * STEP)
     return config
 
 
