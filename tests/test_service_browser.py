@@ -335,6 +335,71 @@ def test_a_chat_that_is_stopped_keeps_what_was_said(server: Server, browser: Any
     assert kept
 
 
+# Fails the fetches of paths that contain window.broken.
+BROKEN = """
+const before = window.fetch
+window.broken = "adaptive/"
+window.fetch = (path, options) => window.broken && path.includes(window.broken) && !path.endsWith("events")
+    ? Promise.resolve(Response.json({error: {message: "broken"}}, {status: 500})) : before(path, options)
+"""
+
+
+def test_the_dashboard_fetches_again_what_failed_and_clears_the_error(server: Server, browser: Any) -> None:
+    show(browser, DESKTOP, "light")
+    open_with_key(browser, server.url)
+
+    def rows() -> list[Any]:
+        return list(browser.find_elements("css selector", "#answers-list > li"))
+
+    def problem() -> str:
+        return str(browser.find_element("css selector", "#problem").text)
+
+    until(lambda: len(rows()) >= len(PROMPTS))
+    rows()[-1].find_element("css selector", ".asked").click()
+    until(lambda: bool(browser.find_elements("css selector", ".whole .said")))
+    newest = rows()[0].get_attribute("data-answer")
+    browser.execute_script("document.querySelector('#answers-list > li:last-child .asked').focus()")
+    browser.execute_script(BROKEN)
+    with server.http() as http:
+        http.post("/v1/completions", json={"prompt": "Once", "max_tokens": 2})
+    until(lambda: problem() == "broken")
+    assert rows()[0].get_attribute("data-answer") == newest
+    browser.execute_script("window.broken = ''")
+    until(lambda: problem() == "")
+    until(lambda: rows()[0].get_attribute("data-answer") != newest)
+    # The open box and the focus are still there.
+    assert len(browser.find_elements("css selector", ".whole .said")) == 1
+    assert browser.execute_script("return document.activeElement.className") == "asked"
+
+    # An error of an action goes with the next action.
+    browser.execute_script("window.broken = 'rollback'; document.getElementById('rollback').click()")
+    until(lambda: problem() == "broken")
+    browser.execute_script("window.broken = ''; document.querySelector('.asked').click()")
+    until(lambda: len(browser.find_elements("css selector", ".whole .said")) == 2)
+    assert problem() == ""
+
+
+def test_figures_say_what_they_leave_out_and_show_slow_speeds(server: Server, browser: Any) -> None:
+    open_with_key(browser, server.url)
+    until(lambda: browser.find_element("css selector", "#answers").text not in ("", "–"))
+    browser.execute_script("stream.abort()")
+    with server.http() as http:
+        found = http.get("/adaptive/history").json()
+    for figures in (found["latest"], found["totals"]):
+        figures["speculative_decoding"]["num_draft_tokens"] = 0
+        figures["mean_draft_length"] = 0.4
+    for point in found["series"]:
+        point["acceptance_rate"] = None
+    found["positions"] = []
+    for speed, text in ((0.26, "0.26"), (1.26, "1.3"), (9.97, "10"), (23.4, "23")):
+        found["latest"]["tokens_per_second"] = speed
+        browser.execute_script("showHistory(arguments[0])", found)
+        assert browser.find_element("css selector", "#speed").text == text
+    others = "drafted only by trees, history or a grammar, which this figure leaves out"
+    for place in ("drafted", "rate", "positions"):
+        assert others in browser.find_element("css selector", f"#{place}").text
+
+
 # Makes the page request an answer without an end.
 SLOW = """
 const before = window.fetch

@@ -69,9 +69,10 @@ def now(api: Api) -> dict[str, Any]:
 
 
 def _versions(state: PairState) -> tuple[str, str]:
-    """Versions of the log and of the adapter store. They change with every change, also by other processes."""
+    """Versions of the log and of the adapters: their store, and the speed that each brought. They change with every
+    change, also by other processes."""
     log = [state.records, state.records.with_name(f"{state.records.name}-wal")]
-    return _version(log), _version([state.adapters, *_inside(state.adapters)])
+    return _version(log), _version([state.adapters, *_inside(state.adapters), state.promotions])
 
 
 def _version(places: list[Path]) -> str:

@@ -7,8 +7,6 @@ const DRAFTERS = {model: "the draft model", head: "the draft head", history: "hi
 // Answers fetched at a time.
 const PAGE = 15;
 
-let oldest = null;  // id of the oldest answer shown
-
 const made = (name, text, kind) => {
   const one = document.createElement(name);
   if (text !== undefined) one.textContent = text;
@@ -16,23 +14,44 @@ const made = (name, text, kind) => {
   return one;
 };
 
-async function showAnswers() {
-  const wanted = Math.max(PAGE, at("answers-list").childElementCount);
-  const found = await call(`adaptive/answers?limit=${Math.min(100, wanted)}`);
-  const known = new Map([...at("answers-list").children].map(row => [row.dataset.answer, row]));
-  at("answers-list").replaceChildren(...found.answers.map(one => known.get(String(one.id)) || rowOf(one)));
-  place(found);
+// Rows that are shown already stay in place, with their focus, selection and open boxes. Rows older than those fetched
+// stay too, if none is missing in between; `forgot`: some may be deleted, so none of them stays.
+async function showAnswers(forgot = false) {
+  const list = at("answers-list");
+  const found = await call(`adaptive/answers?limit=${Math.min(100, Math.max(PAGE, list.childElementCount))}`);
+  const wanted = Math.max(PAGE, list.childElementCount);
+  const known = new Map([...list.children].map(row => [row.dataset.answer, row]));
+  const rows = found.answers.map(one => known.get(String(one.id)) || rowOf(one));
+  const end = !forgot && found.more && rows.some(row => row.isConnected) ? found.answers.at(-1).id : -Infinity;
+  const kept = new Set(rows);
+  for (const row of known.values()) if (!kept.has(row) && !(row.dataset.answer < end)) row.remove();
+  rows.forEach((row, i) => { if (list.children[i] !== row) list.insertBefore(row, list.children[i] || null); });
+  let last = list.lastElementChild;
+  let more = last === rows.at(-1) ? found.more : !at("older").hidden;
+  // As many rows as before, unless the last one is in use.
+  const free = row => !row.querySelector(".whole") && !row.contains(document.activeElement) && !at("older").disabled;
+  for (; list.childElementCount > wanted && free(last); last = list.lastElementChild) {
+    last.remove();
+    more = true;
+  }
+  place(more);
 }
 
 async function showOlder() {
-  const found = await call(`adaptive/answers?limit=${PAGE}&before=${oldest}`);
-  at("answers-list").append(...found.answers.map(rowOf));
-  place(found);
+  const button = at("older"), focused = document.activeElement === button;
+  button.disabled = true;
+  try {
+    const found = await call(`adaptive/answers?limit=${PAGE}&before=${at("answers-list").lastElementChild.dataset.answer}`);
+    at("answers-list").append(...found.answers.map(rowOf));
+    place(found.more);
+  } finally {
+    button.disabled = false;
+    if (focused) button.focus();
+  }
 }
 
-function place(found) {
-  if (found.answers.length) oldest = found.answers[found.answers.length - 1].id;
-  at("older").hidden = !found.more;
+function place(more) {
+  at("older").hidden = !more;
   at("no-answers").hidden = at("answers-list").childElementCount > 0;
 }
 
@@ -41,14 +60,14 @@ function rowOf(one) {
   row.dataset.answer = one.id;
   const head = made("div", undefined, "head"), open = made("button", one.asked || "(no question)", "asked");
   open.setAttribute("aria-expanded", "false");
-  open.onclick = () => toggle(row, one.id, open).catch(fail);
+  open.onclick = () => act(() => toggle(row, one.id, open));
   const forget = made("button", "Forget", "quiet"), session = made("button", "Forget its session", "quiet");
-  forget.onclick = () => forgetAnswer(one).catch(fail);
-  session.onclick = () => forgetSession(one).catch(fail);
+  forget.onclick = () => act(() => forgetAnswer(one));
+  session.onclick = () => act(() => forgetSession(one));
   const buttons = made("span");
   buttons.append(forget, session);
   head.append(open, buttons);
-  const speed = one.tokens_per_second ? `, ${one.tokens_per_second.toFixed(0)} a second` : "";
+  const speed = one.tokens_per_second ? `, ${rate(one.tokens_per_second)} a second` : "";
   const drafted = one.drafted ? `, ${one.accepted} of ${one.drafted} drafted tokens accepted` : ", nothing drafted";
   row.append(head, made("div", `${new Date(1000 * one.created).toLocaleString()} · session ${one.session} · `
     + `${count(one.tokens, "token", "tokens")}${speed}${drafted}`, "soft"));
@@ -111,7 +130,7 @@ async function forgetAnswer(one) {
   const with_it = found.held_by.length ? `, and ${count(found.held_by.length, "later answer that holds", "later answers that hold")} it in the conversation before` : "";
   if (!await confirmed(`Forget this answer and its question${with_it}?`)) return;
   await call(`adaptive/answers/${one.id}`, {method: "DELETE"});
-  await showAnswers();
+  await showAnswers(true);
 }
 
 async function forgetSession(one) {
@@ -119,5 +138,5 @@ async function forgetSession(one) {
   const found = await call(path);
   if (!await confirmed(`Forget the session ${one.session}, ${count(found.answers, "answer", "answers")}?`)) return;
   await call(path, {method: "DELETE"});
-  await showAnswers();
+  await showAnswers(true);
 }

@@ -7,15 +7,32 @@ const field = at("ask").querySelector("textarea");
 // The conversation, kept in this tab's session storage: [{role, content, thought, tokens: [[text, drafted]], note}].
 let talk = JSON.parse(sessionStorage.getItem("talk") || "[]");
 let session = sessionStorage.getItem("session") || newSession();
-let running = null;  // the AbortController of the answer in progress
+// The answer in progress: {stop: its AbortController, before: the conversation without it, asked: the question if `before`
+// lacks it, said: its message, begun: a token has arrived, ended: its reason to end has arrived}.
+let running = null;
+const items = new WeakMap();  // by message: its element
+
+const rate = x => x.toFixed(x >= 9.95 ? 0 : x >= .995 ? 1 : 2);
 
 function newSession() {
   return `page-${crypto.getRandomValues(new Uint32Array(2)).join("-")}`;
 }
 
+// An answer in progress is stored as if it ended now, because the page may be closed or discarded.
 function remember() {
-  sessionStorage.setItem("talk", JSON.stringify(talk));
-  sessionStorage.setItem("session", session);
+  let kept = talk, typed = field.value;
+  if (running?.begun) kept = [...talk.slice(0, -1), {...running.said, note: "interrupted"}];
+  else if (running) [kept, typed] = [running.before, withTyped(running.asked)];
+  try {
+    sessionStorage.setItem("talk", JSON.stringify(kept));
+    sessionStorage.setItem("typed", typed);
+    sessionStorage.setItem("session", session);
+  } catch { /* the storage is full: the page goes on, and a reload shows the last state that was stored */ }
+}
+
+// A question that goes back into the input field, before what was typed meanwhile.
+function withTyped(question) {
+  return [question, field.value].filter(text => text.trim()).join("\n");
 }
 
 function made(name, text, kind) {
@@ -27,7 +44,6 @@ function made(name, text, kind) {
 
 function button(text, press) {
   const one = made("button", text, "quiet");
-  one.disabled = running !== null;
   one.onclick = press;
   return one;
 }
@@ -40,18 +56,23 @@ function tokenOf([text, drafted]) {
   return one;
 }
 
-function itemOf(message, number) {
+// The element of a message, made at the first call.
+function itemOf(message) {
+  if (items.has(message)) return items.get(message);
   const item = made("li", null, message.role), text = made("div", null, "text");
   item.append(made("span", message.role === "user" ? "You" : "Answer", "soft"));
   if (message.thought) item.append(thoughtOf(message.thought));
   if (message.tokens) text.append(...message.tokens.map(tokenOf));
   else text.textContent = message.content;
   const foot = made("div", null, "row"), buttons = made("span");
-  if (message.role === "user") buttons.append(button("Edit", () => edit(item, number)));
-  else buttons.append(button("Regenerate", () => { talk.length = number; answer(); }),
-    button("Copy", () => navigator.clipboard?.writeText(message.content)));
+  if (message.role === "user") buttons.append(button("Edit", () => edit(item, message)));
+  else {
+    const press = button("Copy", () => copy(message.content, text, press));
+    buttons.append(button("Regenerate", () => regenerate(message)), press);
+  }
   foot.append(made("span", message.note, "soft note"), buttons);
   item.append(text, foot);
+  items.set(message, item);
   return item;
 }
 
@@ -61,73 +82,106 @@ function thoughtOf(text) {
   return box;
 }
 
+// Show the conversation. Elements that are there already stay, with their focus, selection and open boxes.
 function show() {
+  const wanted = new Set(talk.map(itemOf));
+  for (const item of [...at("talk").children]) if (!wanted.has(item)) item.remove();
+  for (const item of wanted) if (!item.isConnected) at("talk").append(item);
+  for (const one of at("talk").querySelectorAll("button")) one.disabled = running !== null;
   at("hint").hidden = talk.length > 0;
-  at("talk").replaceChildren(...talk.map(itemOf));
   at("talk").setAttribute("aria-busy", String(running !== null));
   at("send").hidden = at("new").disabled = running !== null;
   at("stop").hidden = running === null;
 }
 
+// Without navigator.clipboard (plain http from another machine) only selected text can be copied.
+async function copy(content, text, press) {
+  tell("");
+  let done = true;
+  try { await navigator.clipboard.writeText(content); } catch {
+    const box = made("textarea");
+    box.value = content;
+    box.style.position = "fixed";
+    document.body.append(box);
+    box.select();
+    done = document.execCommand("copy");
+    box.remove();
+    press.focus();
+  }
+  if (!done) {
+    getSelection().selectAllChildren(text);
+    return tell("The browser does not let this page copy. The answer is now selected: copy it with the browser's menu.");
+  }
+  press.textContent = "Copied";
+  setTimeout(() => { press.textContent = "Copy"; }, 2000);
+}
+
 // Replace a question by a field to edit it. Sending it drops all later messages.
-function edit(item, number) {
+function edit(item, message) {
   const box = made("textarea"), send = made("button", "Send again"), leave = made("button", "Cancel", "quiet");
-  box.value = talk[number].content;
+  box.value = message.content;
   box.rows = Math.min(10, 1 + box.value.split("\n").length);
+  box.dir = "auto";
   box.setAttribute("aria-label", "your message, changed");
-  send.onclick = () => { if (box.value.trim()) { talk.length = number; say(box.value); } };
-  leave.onclick = show;
+  send.onclick = () => { if (box.value.trim()) say(box.value, message); };
+  leave.onclick = () => {
+    items.delete(message);
+    item.replaceWith(itemOf(message));
+    itemOf(message).querySelector("button").focus();
+  };
   item.replaceChildren(box, send, leave);
   box.focus();
 }
 
-function say(text) {
-  talk.push({role: "user", content: text});
-  answer();
+// Ask a question. `instead` is an earlier one that it replaces, with all messages after it.
+function say(text, instead) {
+  const before = talk;
+  talk = [...talk.slice(0, instead ? talk.indexOf(instead) : talk.length), {role: "user", content: text}];
+  answer(before, text, instead !== undefined);
 }
 
-async function answer() {
-  const mine = running = new AbortController();
-  const said = {role: "assistant", content: "", thought: "", tokens: [], note: ""};
+function regenerate(message) {
+  const before = talk;
+  talk = talk.slice(0, talk.indexOf(message));
+  answer(before, "");
+}
+
+// Ask for an answer to the last question. If nothing of it arrives, the conversation is `before` again, and the question
+// is in the input field, or if it was edited, in the field where it was edited.
+async function answer(before, asked, edited = false) {
+  const said = {role: "assistant", content: "", thought: "", tokens: [], note: "waiting for the first token"};
   const messages = talk.map(({role, content}) => ({role, content}));
+  const mine = running = {stop: new AbortController(), before, asked, said, begun: false, ended: false};
   talk.push(said);
   welcome();
   show();
-  const place = at("talk").lastElementChild;
-  said.note = "waiting for the first token";
-  place.querySelector(".note").textContent = said.note;
+  remember();
+  scrollTo(0, document.body.scrollHeight);
   try {
-    const stream = await ask("v1/chat/completions", {method: "POST", signal: mine.signal, more: {"X-Session-Id": session},
-      body: {messages, stream: true, stream_options: {include_drafted: true}}});
-    for await (const [, data] of eventsOf(stream)) if (data !== "[DONE]") take(said, place, JSON.parse(data));
+    const stream = await ask("v1/chat/completions", {method: "POST", signal: mine.stop.signal,
+      more: {"X-Session-Id": session}, body: {messages, stream: true, stream_options: {include_drafted: true}}});
+    for await (const [, data] of eventsOf(stream)) if (data !== "[DONE]") take(mine, JSON.parse(data));
+    if (!mine.ended) throw new Error("The answer was cut: the connection ended.");
   } catch (error) {
-    if (mine.signal.aborted) said.note = "stopped";
-    else {
-      said.note = "";
-      fail(error);
-    }
+    const stopped = mine.stop.signal.aborted;
+    if (!mine.ended) said.note = stopped ? "stopped" : "interrupted";
+    if (!mine.ended && !stopped) fail(error);
   }
   running = null;
-  if (!said.content && !said.thought) {
-    talk.pop();
-    if (!said.note || said.note === "stopped") giveBack();
+  if (!mine.begun) {
+    talk = before;
+    if (!edited) field.value = withTyped(asked);
   }
-  remember();
+  const free = [document.body, at("stop")].includes(document.activeElement) && getSelection().isCollapsed;
+  itemOf(said).querySelector(".note").textContent = said.note;
   show();
-  field.focus();
+  remember();
+  if (free) field.focus();
 }
 
-// Put an unanswered question back into the input field.
-function giveBack() {
-  const last = talk[talk.length - 1];
-  if (!field.value && last?.role === "user") {
-    field.value = last.content;
-    talk.pop();
-  }
-}
-
-function take(said, place, chunk) {
+function take(run, chunk) {
   if (chunk.error) throw new Error(chunk.error.message);
+  const {said} = run, place = itemOf(said);
   const low = innerHeight + scrollY >= document.body.scrollHeight - 40;
   for (const choice of chunk.choices) {
     const {content, reasoning_content: thought} = choice.delta;
@@ -142,19 +196,23 @@ function take(said, place, chunk) {
       said.tokens.push(token);
       place.querySelector(":scope > .text").append(tokenOf(token));
     }
-    if (choice.finish_reason) said.note = ended(chunk, choice.finish_reason);
-    else if (content || thought) said.note = "";
+    if (content || thought) said.note = "";
+    if (choice.finish_reason) {
+      said.note = (said.content ? "" : "(no text) ") + figuresOf(chunk, choice.finish_reason);
+      run.ended = true;
+    }
+    run.begun ||= Boolean(content || thought || choice.finish_reason);
     place.querySelector(".note").textContent = said.note;
   }
   if (low) scrollTo(0, document.body.scrollHeight);
 }
 
 // The figures of an answer, in words.
-function ended(chunk, reason) {
+function figuresOf(chunk, reason) {
   const {predicted_n: tokens, predicted_per_second: speed, draft_n: drafted, draft_n_accepted: accepted} = chunk.timings;
   const how = drafted ? `${accepted} of ${drafted} drafted tokens accepted` : "nothing drafted";
   const cut = reason === "length" ? "; cut at the server's limit of tokens" : "";
-  return `${tokens} token${tokens === 1 ? "" : "s"}, ${speed.toFixed(0)} a second, ${how}${cut}`;
+  return `${tokens} token${tokens === 1 ? "" : "s"}${speed ? `, ${rate(speed)} a second` : ""}, ${how}${cut}`;
 }
 
 at("ask").onsubmit = event => {
@@ -164,13 +222,14 @@ at("ask").onsubmit = event => {
   field.value = "";
   say(text);
 };
+// In Safari the Enter that confirms a composition is no longer composing; its key code is still 229.
 field.onkeydown = event => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229) {
     event.preventDefault();
     at("ask").requestSubmit();
   }
 };
-at("stop").onclick = () => running?.abort();
+at("stop").onclick = () => running?.stop.abort();
 at("new").onclick = () => { [talk, session] = [[], newSession()]; remember(); show(); field.focus(); };
 at("mark").onchange = () => at("talk").classList.toggle("marked", at("mark").checked);
 
@@ -182,5 +241,9 @@ async function begin() {
   } catch (error) { fail(error); }
 }
 withKey(begin);
+addEventListener("pagehide", remember);
+document.addEventListener("visibilitychange", () => { if (document.hidden) remember(); });
+field.value = sessionStorage.getItem("typed") || "";
+if (talk.at(-1)?.role === "user") field.value = withTyped(talk.pop().content);
 show();
 begin();

@@ -17,7 +17,7 @@ async function ask(path, {method = "GET", body, signal, more = {}} = {}) {
   if (answer.ok) return answer;
   const said = (await answer.json().catch(() => ({}))).error?.message || answer.statusText;
   if (answer.status === 401) throw new NeedsKey(key ? said : "");
-  throw new Error(said);
+  throw Object.assign(new Error(said), {status: answer.status});
 }
 
 const call = async (path, options) => (await ask(path, options)).json();
@@ -44,9 +44,24 @@ async function* eventsOf(answer) {
   }
 }
 
+let told = 0;  // when tell() was last called with a text, in milliseconds
+
+// Show a text as the problem, "" for none. It is written only if it differs, since a screen reader reads it each time.
+function tell(text) {
+  const place = document.getElementById("problem");
+  if (place.textContent !== text) place.textContent = text;
+  if (text) told = Date.now();
+}
+
+// Run an action of the page, and show the error if it fails.
+async function act(what) {
+  tell("");
+  try { await what(); } catch (error) { fail(error); }
+}
+
 // Show an error, and for NeedsKey the form that asks for the key.
 function fail(error) {
-  document.getElementById("problem").textContent = error.message;
+  tell(error.message);
   const form = document.getElementById("key");
   if (error instanceof NeedsKey && form.hidden) {
     form.hidden = false;
@@ -65,6 +80,6 @@ function withKey(goOn) {
 }
 
 function welcome() {
-  document.getElementById("problem").textContent = "";
+  tell("");
   document.getElementById("key").hidden = true;
 }

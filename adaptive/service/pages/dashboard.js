@@ -3,8 +3,11 @@
 
 // Milliseconds between two fetches while data keeps changing, and before a retry if the server does not answer.
 const EVERY = 1500, AGAIN = 2000;
+// Least milliseconds that the error of an action is shown, although new data arrives.
+const READ = 10000;
 
 const stale = new Set();  // the parts that have changed since they were shown
+const noAnswers = at("no-answers").textContent;
 let asking = false, stream = null;
 
 const SHOW = {
@@ -12,26 +15,36 @@ const SHOW = {
   adapters: async () => showAdapters(await call("adaptive/adapters"), change),
   storage: async () => showStorage(await call("adaptive/storage")),
   answers: async () => {
-    try { await showAnswers(); } catch (error) {
-      if (error instanceof NeedsKey) throw error;
-      at("no-answers").textContent = error.message;  // for example: another user, without a key
+    try {
+      await showAnswers();
+      at("no-answers").textContent = noAnswers;
+    } catch (error) {
+      if (error.status !== 403) throw error;
+      at("no-answers").textContent = error.message;  // another user, without a key
     }
   },
 };
 const CHANGED = {log: ["history", "answers", "storage"], adapters: ["adapters", "history", "storage"]};
 
+// Fetch and show these parts. Those that fail are fetched again.
 async function refresh(...names) {
   names.forEach(name => stale.add(name));
   if (asking) return;
   asking = true;
-  try {
-    while (stale.size) {
-      const now = [...stale];
-      stale.clear();
-      await Promise.all(now.map(name => SHOW[name]()));
-      await new Promise(done => setTimeout(done, EVERY));
-    }
-  } catch (error) { fail(error); } finally { asking = false; }
+  let failed = false;
+  while (stale.size && !document.hidden) {
+    const now = [...stale];
+    stale.clear();
+    const errors = (await Promise.allSettled(now.map(name => SHOW[name]()))).map(one => one.reason);
+    now.filter((_, i) => errors[i]).forEach(name => stale.add(name));
+    const error = errors.find(one => one instanceof NeedsKey) || errors.find(Boolean);
+    if (error) fail(error);
+    else if (failed || Date.now() - told > READ) tell("");
+    if (error instanceof NeedsKey) break;  // with the key, follow() asks for every part
+    failed = Boolean(error);
+    await new Promise(done => setTimeout(done, failed ? AGAIN : EVERY));
+  }
+  asking = false;
 }
 
 function showNow(now) {
@@ -66,21 +79,20 @@ async function follow() {
       }
     } catch (error) {
       if (mine.signal.aborted) return;
-      fail(error);
-      if (error instanceof NeedsKey) return;
-      at("problem").textContent = `The server does not answer (${error.message}); trying again.`;
+      if (error instanceof NeedsKey) return fail(error);
+      tell(`The server does not answer (${error.message}); trying again.`);
     }
     await new Promise(done => setTimeout(done, AGAIN));
   }
 }
 
-async function change(path) {
-  try { await call(path, {method: "POST"}); } catch (error) { fail(error); return; }
+const change = path => act(async () => {
+  await call(path, {method: "POST"});
   refresh("adapters", "history");
-}
+});
 
 at("rollback").onclick = () => change("adaptive/adapters/rollback");
-at("older").onclick = () => showOlder().catch(fail);
+at("older").onclick = () => act(showOlder);
 withKey(follow);
 // A hidden page fetches nothing.
 document.addEventListener("visibilitychange", () => { if (document.hidden) stream?.abort(); else follow(); });

@@ -7,6 +7,8 @@ const percent = x => x === null ? "–" : (100 * x).toFixed(0) + "%";
 const plain = x => x >= 10 ? x.toFixed(0) : String(Number(x.toFixed(1)));
 percent.unit = .01;
 plain.unit = .1;
+// Tokens per second.
+const rate = x => x.toFixed(x >= 9.95 ? 0 : x >= .995 ? 1 : 2);
 const count = (n, one, several) => `${n} ${n === 1 ? one : several}`;
 
 function bytes(n) {
@@ -36,20 +38,23 @@ function overTime(id, found, empty, format, options, ...lines) {
 
 function showHistory(found) {
   const last = found.latest, drafted = last.speculative_decoding.num_draft_tokens;
+  const others = "drafted only by trees, history or a grammar, which this figure leaves out";
   const several = last.generations === 1 ? "last answer" : `last ${last.generations} answers`;
   for (const place of document.querySelectorAll(".latest")) place.textContent = last.generations ? several : "none yet";
-  at("speed").textContent = last.tokens_per_second ? last.tokens_per_second.toFixed(0) : "–";
+  at("speed").textContent = last.tokens_per_second ? rate(last.tokens_per_second) : "–";
   at("yield").textContent = last.tokens_per_round ? last.tokens_per_round.toFixed(2) : "–";
   at("acceptance").textContent = percent(drafted ? last.speculative_decoding.draft_acceptance_rate : null);
   at("drafted").textContent = drafted ? `of ${drafted} drafted tokens accepted, ${several}`
-    : last.generations ? `nothing drafted, ${several}` : "of drafted tokens accepted";
+    : !last.generations ? "of drafted tokens accepted"
+    : last.mean_draft_length > 0 ? `${several}: ${others}` : `nothing drafted, ${several}`;
   at("answers").textContent = found.totals.generations;
   at("answers-tokens").textContent = found.totals.generations ? `, ${count(found.totals.tokens, "token", "tokens")}` : "";
   const [saved, within] = found.saved ? found.saved.text.split(" (") : ["–"];
   at("saved").textContent = saved;
   at("within").textContent = (within ? "(" + within + " " : "") + "saved against plain decoding; "
     + (found.training_seconds ? `training took ${found.training_seconds.toFixed(0)} s` : "nothing was trained");
-  const drafting = "Appears with the first answer for which something was drafted.";
+  const drafting = found.totals.mean_draft_length > 0 ? `The answers were ${others}.`
+    : "Appears with the first answer for which something was drafted.";
   overTime("rate", found, drafting, percent, {most: 1}, ["acceptance_rate", "one", "accepted"]);
   overTime("tokens", found, "Appears with the first answer of two tokens or more.", plain, {},
     ["tokens_per_second", "two", "measured"], ["expected_tokens_per_second", "expected", "expected by the controller"]);
