@@ -150,6 +150,26 @@ def test_a_right_guess_leaves_nothing_behind_when_others_make_the_next_rounds(
     assert list(found.tokens) == list(fresh.tokens)
 
 
+@pytest.mark.parametrize("advise", [None, lambda position, confidence: Advice.MORE], ids=["alone", "advised"])
+def test_what_the_cache_holds_of_a_conversation_is_not_read_again(
+    models: tuple[TransformersEngine, TransformersEngine], monkeypatch: pytest.MonkeyPatch, advise: Any
+) -> None:
+    """Neither at an answer's first proposal nor after tokens that were fed before one."""
+    drafter: GuessAhead = drafter_of(GuessAhead, models[1], GREEDY, VOCAB).drafter
+    sequence, committed, dropped = drafter.sequence, [*PROMPT, 1, 2, 3, 4, 5], []
+    rollback = sequence.rollback
+    monkeypatch.setattr(sequence, "rollback", lambda n: (dropped.append(sequence.length - n), rollback(n)))
+    sequence.extend(committed[:-1], 0)  # as an earlier turn left it
+    assert drafter.propose(committed, 2, advise) is not None
+    assert not [count for count in dropped if count > 0]
+    drafter.rollback(len(committed) - 1)
+    dropped.clear()
+    committed += [7, 6, 5, 4, 3, 2, 1]
+    drafter.feed(committed, 4)
+    assert drafter.propose(committed, 2, advise) is not None
+    assert not [count for count in dropped if count > 0]
+
+
 def test_fewer_tokens_may_be_asked_for_than_are_ready(models: tuple[TransformersEngine, TransformersEngine]) -> None:
     """Near the end of an answer, say. The draft goes on behind what was proposed, not behind all that was ready."""
     draft, committed = models[1], list(PROMPT)

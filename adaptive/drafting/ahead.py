@@ -55,8 +55,8 @@ class GuessAhead(ModelDrafter):
         ``advise``, or if the logits processor is active, since the verifier uses that at the same time."""
         anew = advise is not None or self._adjusts
         guessed = not anew and self._guessed(committed)
-        if not guessed:  # the guess may have come true, but others drafted the rounds since
-            self.sequence.rollback(min(self.sequence.length, len(self._text)))
+        if not guessed:
+            self._forget_guess()
         if anew:
             return self._proposed(committed, super().propose(committed, length, advise), 0)
         ready, rows = (self._ahead[1:], self._rows[1:]) if guessed else ([], [])
@@ -69,6 +69,18 @@ class GuessAhead(ModelDrafter):
             if more is not None:
                 tokens, rows = tokens + as_list(more.tokens), rows + rows_of(more)
         return self._proposed(committed, Proposal(self.name, tokens, stacked(rows)) if tokens else None, length)
+
+    def feed(self, committed: list[int], most: int) -> None:
+        """See ``ModelDrafter``."""
+        self._forget_guess()
+        super().feed(committed, most)
+
+    def _forget_guess(self) -> None:
+        """Drop what was drafted ahead and is not used. A guess that came true is still in the cache if others drafted
+        the rounds since then."""
+        if self._ahead:
+            self._ahead, self._rows = [], []
+            self.sequence.rollback(min(self.sequence.length, len(self._text)))
 
     def _guessed(self, committed: list[int]) -> bool:
         """Whether the committed text is the one that was guessed."""
