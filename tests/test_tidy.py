@@ -14,6 +14,8 @@ from test_worker import Taught, taught
 
 from adaptive.pipe import Order, Report
 from adaptive.service.doubts import Doubts
+from adaptive.service.trainer import Trainer
+from adaptive.settings import Settings
 from adaptive.state import PairState
 from checkpoints.manifest import HeldOut, Interval, Manifest
 from checkpoints.store import AdapterStore, training_seconds
@@ -94,10 +96,16 @@ def test_a_candidate_that_a_person_asked_to_keep_stays_until_it_is_old(state: Pa
 
 
 def test_the_newest_records_trained_on_are_known_after_many_stopped_runs(state: PairState) -> None:
+    """By a server that is started anew: those of stopped runs are to be trained on again, those of judged ones not."""
     store = AdapterStore(state.adapters)
-    after_runs(store, "rrssss")
+    after_runs(store, "rr")
+    judged = store.trained()[-1].last_record
+    later = replace(NEW, trained_on=replace(NEW.trained_on, last_id=judged + 100))
+    for _ in range(4):
+        store.publish(write, later)
     tidy(store, state, 2)
-    assert ids(store) == ["0002", "0005", "0006"]
+    assert ids(store) == ["0005", "0006"]
+    assert Trainer(Settings(), state, 0)._trained_until() == judged > 0
 
 
 def test_pruning_makes_the_next_candidate_no_harder_and_loses_no_training_time(state: PairState) -> None:

@@ -316,17 +316,14 @@ def _settle(
 def tidy(store: AdapterStore, state: PairState, keep: int) -> list[str]:
     """Delete old adapters after a run, so that the store does not grow without bound. Returns lines for the user.
 
-    Besides those that ``AdapterStore.prune`` keeps stay: the one that is to be judged again, the judged one with the
-    newest records (by which a restarted server knows what was trained on), and for a month those that a person asked to
-    keep.
+    Besides those that ``AdapterStore.prune`` keeps stay: the one that is to be judged again, and for a month those that
+    a person asked to keep.
     """
-    judged = [manifest for manifest in store.list() if manifest.recent is not None]
-    newest = max(judged, key=lambda one: (one.trained_on.last_id or 0, int(one.id)), default=None)
-    needed = {_in_doubt(state), newest.id if newest else None}
+    doubted = _in_doubt(state)
 
     def spare(manifest: Manifest) -> bool:
         asked_for = manifest.status == "candidate" and manifest.recent is not None
-        return manifest.id in needed or (asked_for and time.time() - manifest.created < ASKED_FOR_S)
+        return manifest.id == doubted or (asked_for and time.time() - manifest.created < ASKED_FOR_S)
 
     try:
         deleted = store.prune(keep, spare) if processes.first() else ()

@@ -186,8 +186,7 @@ class Trainer:
     def _trained_until(self) -> int:
         """The newest record that an adapter of the store was trained on, in any process; 0 for none."""
         # Only judged adapters: a stopped run leaves an unjudged one, and will continue with the same records.
-        judged = [manifest for manifest in self.store.list() if manifest.recent is not None]
-        return max((manifest.trained_on.last_id or 0 for manifest in judged), default=0)
+        return max((one.last_record for one in self.store.trained() if one.judged), default=0)
 
     def _look(self, log: Log) -> None:
         self._roll_back_if_worse(log)
