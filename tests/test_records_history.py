@@ -10,9 +10,10 @@ from records_factory import DEFAULT_ROUNDS, generation
 
 from adaptive.records import figures as columns
 from adaptive.records import schema
+from adaptive.records.drafters import DrafterFigures
 from adaptive.records.figures import GenerationFigures
 from adaptive.records.history import KEYS, grouped, history, series, swaps
-from adaptive.records.log import DrafterFigures, Log
+from adaptive.records.log import Log
 from adaptive.records.schema import MIGRATIONS, connect, sum_up_generations, tell_drafters_apart
 from adaptive.records.stats import RoundCount, acceptance_by_position, by_drafter, count_rounds, speculative_stats
 from adaptive.records.writer import LogWriter

@@ -10,7 +10,7 @@ import sqlite3
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adaptive.errors import AdaptiveError
+from adaptive.records.drafters import DrafterFigures, drafter_figures
 from adaptive.records.erase import delete, selection, shrink
 from adaptive.records.figures import FiguresTable, is_packed
 from adaptive.records.recover import Place, abandon, remove
@@ -44,7 +45,7 @@ from adaptive.records.schema import (
     transaction,
 )
 from adaptive.records.stats import Drafted
-from adaptive.types import GRAFT, LEAST_TEMPERATURE, Generation, Message, Round
+from adaptive.types import LEAST_TEMPERATURE, Generation, Message, Round
 
 # Generations read at a time. Each page is one short read, so that a slow reader never keeps the
 # writer from emptying the WAL. Too high costs memory (about 100 kB a generation), too low costs queries.
@@ -107,16 +108,6 @@ class LogStats:
     last: float | None
     by_domain: tuple[Share, ...]
     by_adapter: tuple[Share, ...]
-
-
-@dataclass(frozen=True)
-class DrafterFigures:
-    """The figures of each drafter over the records up to id ``last``, in the order in which they first drafted.
-    ``mark`` is a value that differs if one of these records was deleted, or the file replaced."""
-
-    drafters: dict[str, Drafted] = field(default_factory=dict)
-    last: int = 0
-    mark: tuple[int, float] = (0, 0.0)
 
 
 class Log:
@@ -293,32 +284,10 @@ class Log:
         """The figures of each drafter, in the order in which they first drafted."""
         return self.drafter_figures().drafters
 
-    def drafter_figures(self, known: DrafterFigures = DrafterFigures()) -> DrafterFigures:
-        """The figures of each drafter. Of the rounds, which may be millions, only those of records after ``known``, an
-        earlier result, are read; all of them if a record of ``known`` was deleted."""
-        mark = "SELECT count(*), total(created) FROM figures WHERE generation <= ?"
+    def drafter_figures(self, known: DrafterFigures | None = None) -> DrafterFigures:
+        """The figures of each drafter; see ``drafters.drafter_figures``."""
         with self._reading() as connection, transaction(connection, "DEFERRED"):
-            if connection.execute(mark, (known.last,)).fetchone() != known.mark:
-                known = DrafterFigures()
-            last = connection.execute("SELECT coalesce(max(generation), 0) FROM figures").fetchone()[0]
-            rows = connection.execute(
-                """SELECT name, sum(n), sum(d), sum(a) FROM (
-                    SELECT iif(first, substr(drafter, 1, instr(drafter, :graft) - 1), drafter) AS name,
-                        min(generation) AS since, count(*) AS n, sum(iif(first, first, drafted)) AS d,
-                        sum(iif(first, min(first, accepted), accepted)) AS a
-                    FROM rounds WHERE generation > :after AND generation <= :last AND drafted > 0 GROUP BY name
-                    UNION ALL SELECT substr(drafter, instr(drafter, :graft) + 1) AS name, min(generation), count(*),
-                        sum(drafted - first), sum(max(0, accepted - first))
-                    FROM rounds WHERE generation > :after AND generation <= :last AND first > 0 GROUP BY name
-                ) GROUP BY name ORDER BY min(since)""",
-                {"graft": GRAFT, "after": known.last, "last": last},
-            ).fetchall()
-            now = connection.execute(mark, (last,)).fetchone()
-        found = dict(known.drafters)
-        for name, *figures in rows:
-            before = found.get(str(name), Drafted(0, 0, 0))
-            found[str(name)] = Drafted(*(a + b for a, b in zip(astuple(before), figures, strict=True)))
-        return DrafterFigures(found, last, now)
+            return drafter_figures(connection, known or DrafterFigures())
 
     def spent(self) -> tuple[Spent, ...]:
         """Tokens, rounds and seconds of every generation that took a round, oldest first (for ``records.saved``)."""

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from adaptive import promotions
+from adaptive.records.drafters import DrafterFigures
 from adaptive.records.history import By, History, as_object, history
-from adaptive.records.log import DrafterFigures, Log
+from adaptive.records.log import Log
 from adaptive.records.saved import time_saved
 from adaptive.service.storage import Storage, on_disk
 from adaptive.state import PairState

@@ -1,0 +1,196 @@
+"""What the proxy asks a server for and logs, and what it leaves out."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from test_upstream_proxy import ASK, CHAT, FIRST, Make, Stage, logprobs, say, stage
+from upstream_server import CLOSE, STREAM, Heard, chunk, plain, until
+
+__all__ = ["stage"]  # a fixture
+
+
+@pytest.mark.parametrize(
+    ("said", "marks", "counted", "logged"),
+    [
+        ({"reasoning": " n"}, False, False, False),
+        ({"reasoning_content": " n"}, False, False, False),
+        ({"reasoning": " n", "reasoning_content": " n"}, False, True, False),
+        ({"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]}, False, False, False),
+        ({"reasoning": " n"}, True, False, True),
+        ({"reasoning": " n"}, True, True, True),
+    ],
+)
+def test_a_stream_without_the_marks_of_its_reasoning_is_not_logged(
+    stage: Make, said: dict[str, str], marks: bool, counted: bool, logged: bool
+) -> None:
+    """vLLM shows nothing of the token between reasoning and answer. Older versions do not report it either; newer ones
+    do, in an event that they do not send without log-probabilities."""
+    mark, end = 400, 1
+
+    def script(heard: Heard, connection: socket.socket) -> None:
+        asked = json.loads(heard.body)
+        deltas = [(FIRST, said), (mark, {}), (FIRST + 1, {"content": "ic"}), (end, {"content": ""})]
+        if not (marks and asked.get("logprobs")):
+            del deltas[1]
+        made = []
+        for token, delta in deltas:
+            choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": "stop" if token == end else None}
+            if asked.get("logprobs"):
+                choice["logprobs"] = json.loads(logprobs(token, 7))
+            made.append({"id": "x", "choices": [choice]})
+        if counted:
+            made.append({"id": "x", "choices": [], "usage": {"completion_tokens": 4}})
+        lines = [f"data: {json.dumps(event)}\n\n".encode() for event in made]
+        connection.sendall(STREAM + b"".join(map(chunk, [*lines, b"data: [DONE]\n\n"])) + chunk(b""))
+
+    here = stage(script, kind="vllm")
+    direct, through = (httpx.post(url + CHAT, json={**ASK, "stream": True}) for url in (here.server.url, here.url))
+    assert through.content == direct.content
+    until(lambda: here.book.counts["logged"] + here.book.counts["missed"] == 1)
+    assert here.book.counts["logged"] == logged, here.book.problems
+    for record in here.logged(1) if logged else ():
+        assert record.output.tolist() == [FIRST, mark, FIRST + 1, end]
+        assert record.text == " nic"
+
+
+def test_an_answer_that_is_not_certain_does_not_keep_the_others_from_the_log(stage: Make) -> None:
+    def script(heard: Heard, connection: socket.socket) -> None:
+        choices = [{"index": n, "message": {"content": "nicom"}, "finish_reason": "stop"} for n in range(3)]
+        for choice in choices[1:]:
+            tokens = [json.loads(logprobs(token, 7))["content"][0] for token in range(FIRST, FIRST + 3)]
+            choice["logprobs"] = {"content": tokens}
+        connection.sendall(plain(json.dumps({"choices": choices}).encode()))
+
+    here = stage(script)
+    assert httpx.post(here.url + CHAT, json={**ASK, "n": 3}).status_code == 200
+    assert [record.output.tolist() for record in here.logged(2)] == [[FIRST, FIRST + 1, FIRST + 2]] * 2
+    assert here.book.counts == {"missed": 1, "logged": 2, "supervised": 2}
+
+
+def test_logging_waits_while_a_request_is_open_but_not_for_ever(stage: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    def script(heard: Heard, connection: socket.socket) -> None:
+        if b"wait" in heard.body:
+            over.wait(60)
+        say(heard, connection)
+
+    here = stage(script)
+    with ThreadPoolExecutor(1) as pool:
+        for patience_s, logged in ((60.0, 0), (0.2, 2)):  # beside the open request
+            monkeypatch.setattr("adaptive.upstream.logbook.PATIENCE_S", patience_s)
+            waiting = pool.submit(httpx.post, here.url + CHAT, json={**ASK, "user": "wait"}, timeout=60)
+            until(lambda: len(here.server.asked(CHAT)) % 2 == 1)
+            httpx.post(here.url + CHAT, json=ASK)
+            if logged:
+                here.logged(3)
+            else:
+                time.sleep(0.5)
+                assert here.book.counts["logged"] == 0
+            over.set()
+            assert waiting.result().status_code == 200
+            here.logged(2 + logged)
+            over.clear()
+
+
+def test_nothing_is_added_and_nothing_logged_for_who_opts_out(stage: Make) -> None:
+    here = stage(say)
+    body = json.dumps(ASK).encode()
+    httpx.post(here.url + CHAT, content=body, headers={"X-Adaptive-Record": "off"})
+    private = json.dumps({**ASK, "store": False}).encode()
+    httpx.post(here.url + CHAT, content=private)
+    assert [heard.body for heard in here.server.asked(CHAT)] == [body, private]
+    assert "adaptive-record" not in here.server.heard[0].head.lower()
+    httpx.post(here.url + CHAT, json=ASK)
+    assert len(here.logged(1)) == 1
+    assert httpx.get(here.url + "/adaptive/upstream").json()["private"] == 2
+
+
+def test_what_a_server_does_not_take_is_left_out(stage: Make) -> None:
+    """The client gets the server's reply to its own request, be it an answer or an error."""
+
+    def script(heard: Heard, connection: socket.socket) -> None:
+        asked = json.loads(heard.body)
+        if asked.get("top_logprobs", 0) > 5:
+            connection.sendall(plain(b'{"error":"too many"}', status="400 Bad Request"))
+        elif asked.get("wrong"):
+            connection.sendall(plain(b'{"error":"wrong"}', status="400 Bad Request"))
+        else:
+            say(heard, connection)
+
+    here = stage(script, kind="vllm")
+    wrong = httpx.post(here.url + CHAT, json={**ASK, "wrong": 1})
+    assert (wrong.status_code, wrong.content) == (400, b'{"error":"wrong"}')
+    for _ in range(3):
+        assert httpx.post(here.url + CHAT, json=ASK).status_code == 200
+    assert tops(here) == [20, None, 20, None, 20, None, 5]
+    assert here.proxy.status()["alternatives"] == 5
+
+
+def tops(here: Stage) -> list[int | None]:
+    """The alternatives that each chat was asked with."""
+    return [json.loads(heard.body).get("top_logprobs") for heard in here.server.asked(CHAT)]
+
+
+def test_a_server_that_fails_now_and_then_is_asked_for_as_many(stage: Make) -> None:
+    def script(heard: Heard, connection: socket.socket) -> None:
+        if len(here.server.asked(CHAT)) % 3 == 1:
+            connection.sendall(plain(b'{"error":"busy"}', status="500 Internal Server Error"))
+        else:
+            say(heard, connection)
+
+    here = stage(script)
+    for _ in range(6):
+        assert httpx.post(here.url + CHAT, json=ASK).status_code == 200
+    assert tops(here) == [32, None, 32] * 3
+
+
+def test_what_is_asked_of_a_server_is_not_fixed_while_it_is_loading(stage: Make) -> None:
+    loading = plain(b'{"error":"loading"}', status="503 Service Unavailable", more=CLOSE)
+    here = stage(lambda h, c: c.sendall(loading) if h.path == "/v1/models" else say(h, c), kind="loading")
+    httpx.post(here.url + CHAT, json=ASK)
+    here.logged(1)
+    assert here.proxy.status()["alternatives"] is None
+    assert not here.server.asked("/apply-template")
+    here.server.kind = "llama-server"
+    httpx.post(here.url + CHAT, json=ASK)
+    assert [record.engine for record in here.logged(2)] == ["upstream unknown", "upstream llama-server"]
+    assert tops(here) == [20, 32]
+    assert here.server.asked("/apply-template")  # its prompts are checked as those of a llama-server
+
+
+def test_a_log_that_fails_touches_no_request(stage: Make) -> None:
+    here = stage(say)
+    here.writer.close()  # from now on every write raises
+    for _ in range(3):
+        assert httpx.post(here.url + CHAT, json=ASK).status_code == 200
+    until(lambda: here.book.counts["missed"] == 3)
+    assert "RuntimeError" in next(iter(here.book.problems))
+
+
+def test_what_is_no_chat_of_text_is_not_logged_and_passes(stage: Make) -> None:
+    def script(heard: Heard, connection: socket.socket) -> None:
+        if heard.body.startswith(b'{"messages": ['):
+            say(heard, connection)
+        else:
+            connection.sendall(plain(b'{"error": "what?"}', status="400 Bad Request"))
+
+    here = stage(script)
+    picture = {"type": "image_url", "image_url": {"url": "data:"}}
+    answer = httpx.post(
+        here.url + CHAT, content=json.dumps({"messages": [{"role": "user", "content": [picture]}]}).encode()
+    )
+    assert answer.status_code == 200
+    broken = [b"", b"[1]", b'{"messages":', b"\xff"]
+    for body in broken:
+        assert httpx.post(here.url + CHAT, content=body).status_code == 400
+    assert [heard.body for heard in here.server.asked(CHAT)[1:]] == broken
+    until(lambda: here.book.counts["missed"] == 1)
+    assert "more than text" in next(iter(here.book.problems))
