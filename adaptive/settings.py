@@ -75,7 +75,7 @@ class Settings(BaseSettings):
     quantize: Quantisation = "none"
     draft_quantize: DraftQuantisation = "auto"
     memory: str | None = None
-    cuda_graphs: Literal["auto", "off"] = "off"
+    cuda_graphs: Literal["auto", "off"] = "auto"
     revision: str | None = None
     draft_revision: str | None = None
     trust_remote_code: bool = False

@@ -20,6 +20,7 @@ from adaptive.control.policy import FixedLength
 from adaptive.control.stopping import Stopping
 from adaptive.drafting.model import ModelDrafter, prepare, warm_up
 from adaptive.drafting.queued import Choice
+from adaptive.engines.cuda.forward import DTYPES, FAMILIES, ShortForward
 from adaptive.engines.hf import graphs
 from adaptive.engines.hf.cache import GROWTH
 from adaptive.engines.hf.engine import TransformersEngine, TransformersSequence
@@ -81,6 +82,8 @@ def test_recorded_passes_equal_the_models_own(name: str) -> None:
     assert passes.problem is None
     assert passes.replayed == 8
     assert {which.size for which in passes.recordings} == set(TOKENS)
+    ours = type(model).__name__ in FAMILIES and (DEVICE == "cpu" or model.dtype in DTYPES) and "activation" not in name
+    assert (recorded.short is not None) == ours
 
 
 def test_a_cache_that_cannot_grow_stays_as_it_is() -> None:
@@ -273,11 +276,36 @@ def unable(output: Any) -> Any:
     raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["is wrong", "fails"])
+def test_a_short_forward_that_cannot_be_used_gives_way_to_the_models_own(
+    fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = ShortForward.__call__
+
+    def wrongly(self: ShortForward, *given: Any) -> torch.Tensor:
+        if fails:
+            raise RuntimeError("out of resources")
+        return own(self, *given).flip(-1)
+
+    monkeypatch.setattr(ShortForward, "__call__", wrongly)
+    recorded, plain = engines(made("llama"))
+    one, other = recorded.sequence(), plain.sequence()
+    for sequence in (one, other):
+        sequence.prepare(100)
+        sequence.extend(text(20), 1)
+    for count in (1, 4):
+        same(one, other, text(count), count)
+    assert recorded.short is None
+    assert recorded.recorded is not None
+    assert (recorded.recorded.problem, recorded.recorded.replayed) == (None, 2)
+    assert caplog.text.count("recorded by its own forward") == 1
+
+
 @pytest.mark.parametrize(("fault", "said"), [(wrong, "differs from the eager one"), (unable, "not permitted")])
 def test_a_model_that_cannot_be_recorded_stays_eager(
     fault: Callable[[Any], Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorded, plain = engines(made("llama"))
+    recorded, plain = engines(made("gemma3"))
     own = recorded.model.forward
 
     def forward(*args: Any, **named: Any) -> Any:

@@ -125,9 +125,7 @@ def choose_forward(source: Source, settings: Settings, device: str, draft: bool 
         kind = forward_kind(name, config, dtype, torch.device(where))
         if kind == "fused" or (kind is not None and not source.head):
             return Choice(OWN[kind], where, dtype, held=held)
-    # bitsandbytes' int8 synchronises with the device within a pass, which cannot be captured.
-    eight = source.quantize == "int8" or (held is not None and not held.dense and bool(held.said.get("load_in_8bit")))
-    forward = Forward.CUDA_GRAPHS if graphs and not eight else Forward.TRANSFORMERS
+    forward = Forward.CUDA_GRAPHS if graphs else Forward.TRANSFORMERS
     if source.head:
         return Choice(forward, where, dtype)
     return Choice(forward, where, dtype, quantize=source.quantize, held=held)

@@ -26,6 +26,8 @@ from trainers.recipe import Recipe
 TIE = {torch.float32: 1e-4, torch.bfloat16: 0.06}
 # Standard deviation of an adapter's weights: large enough to change the draft's logits.
 STRENGTH = 0.05
+# Tokens of the answer in which an adapter is swapped, at least: enough rounds for all of its steps.
+SWAPPED = 64
 # More tokens than any memory holds, and bytes of the device's memory that are left for the passes of an answer.
 TOO_MANY, LEFT = 1 << 45, 256 << 20
 
@@ -118,11 +120,11 @@ def swap(bench: Bench, kind: str) -> Figures:
     """Check that an adapter merged between the rounds of an answer leaves the answer unchanged, changes the draft, and
     can be removed without a trace."""
     pair, scale = bench.workshop.pair(kind), bench.scale
-    draft, prompt = model_of(pair.draft), prompts(bench, pair)[0]
-    expected = Speaker(pair, FixedLength(0)).say(prompt, scale.tokens).output
+    draft, prompt, tokens = model_of(pair.draft), prompts(bench, pair)[0], max(SWAPPED, scale.tokens)
+    expected = Speaker(pair, FixedLength(0)).say(prompt, tokens).output
     before = draft.sequence().extend(prompt, 1).clone()
     speaker = Speaker(pair, FixedLength(scale.lengths[0]))
-    speaker.say(prompt, scale.tokens)  # records all passes, so that none is recorded during the swap
+    speaker.say(prompt, tokens)  # records all passes, so that none is recorded during the swap
     slices = 0
     with tempfile.TemporaryDirectory() as folder:
         made = adapter(draft, Path(folder) / "adapter")
@@ -134,7 +136,7 @@ def swap(bench: Bench, kind: str) -> Figures:
             slices += speaker.assistant.swapping
             return speaker.assistant.finish_swap(0.0)
 
-        said = speaker.say(prompt, scale.tokens, between)
+        said = speaker.say(prompt, tokens, between)
         ties = compare(pair.target, prompt, expected, said.output, "an answer in which the adapter was swapped")
         by = [name for name, _ in speaker.assistant.drafted_by]
         speaker.assistant.finish_swap()

@@ -65,7 +65,7 @@ class Workshop:
             assert isinstance(engine, TransformersEngine)
             engine.apply_adapter(None)
             wanted = self.device.type == "cuda" if graphs is None else graphs
-            if not wanted or (kind == "int8" and engine is self._pair.target):
+            if not wanted:
                 engine.recorded = None
             elif engine.recorded is None:
                 engine.record()
@@ -166,7 +166,9 @@ def quantise(model: PreTrainedModel, kind: str) -> None:
             )
         else:
             layer = parts.Linear8bitLt(*shape, bias=False, has_fp16_weights=False, threshold=6.0, device="meta")
-            layer.weight = parts.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+            # ``to`` would quantise a weight only on its way from the processor to a device.
+            quantised = parts.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+            layer.weight = quantised._quantize(weight.device)
         setattr(owner, last, layer.to(weight.device).eval())
         del old, weight
     model.quantization_method = QuantizationMethod.BITS_AND_BYTES  # type: ignore[attr-defined]

@@ -88,6 +88,7 @@ def _plain(done: dict[str, Figures]) -> Iterable[str]:
             f"{one['tokens a second']:.1f}",
             f"{one['bytes a token'] / 1e9:.3f}",
             f"{one['share of the limit']:.1%}",
+            f"{one['seconds of the first token']:.1f}",
         )
         for part, figures in done.items()
         for way in ("eager", "recorded")
@@ -95,7 +96,8 @@ def _plain(done: dict[str, Figures]) -> Iterable[str]:
     ]
     if rows:
         yield "## Decoding without a draft"
-        yield table(("model", "passes", "weights", "tokens/s", "GB a token", "share of the bandwidth limit"), rows)
+        columns = ("tokens/s", "GB a token", "share of the bandwidth limit", "s of the first token ever")
+        yield table(("model", "passes", "weights", *columns), rows)
 
 
 def _passes(done: dict[str, Figures]) -> Iterable[str]:

@@ -4,6 +4,7 @@ prompt, and speculation against what passes alone allow and against transformers
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -57,8 +58,12 @@ def plain(bench: Bench, kind: str, within: Budget | None = None) -> Figures:
         if recorded and engine.recorded is None:
             continue  # passes of this kind cannot be recorded
         budget = whole.share(1 / (len(ways) - number))
+        began = time.perf_counter()
+        Speaker(pair, FixedLength(0)).say(prompts(bench, pair)[0], 1)
+        first = time.perf_counter() - began  # with recordings, and with kernels that are compiled
         speeds, size = answered(bench, pair, budget), read_bytes(engine.model)
         found[name] = {
+            "seconds of the first token": first,
             "forward": forward_of(engine).value,
             "weights": engine.weights,
             "bytes a token": size,

@@ -160,7 +160,7 @@ def _names(model: PreTrainedModel) -> dict[nn.Module, str]:
     return {module: name for name, module in model.named_modules()}
 
 
-def _window(config: Any, layer: int) -> int:
+def sliding_window(config: Any, layer: int) -> int:
     """How many tokens a query of a layer sees, 0 for all."""
     window = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None)
@@ -239,7 +239,7 @@ def _llama_like(
                 after_mlp_norm=named(block, norms.after_mlp, dtype),
                 scale=attention.scaling,
                 rope=ropes.layers[number],
-                window=_window(config, number),
+                window=sliding_window(config, number),
                 softcap=_attention_softcap(config),
                 query_weight=query_weight,
                 sinks=attention.sinks.to(dtype) if hasattr(attention, "sinks") else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from adaptive.engines.cuda.forward import ShortForward
 from adaptive.engines.head.kinds import HeadModule
 from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.graphs import SIZES, RecordedPasses
@@ -15,6 +16,7 @@ class HeadPasses:
     """The passes of one ``head`` over any of its caches, which keep features."""
 
     adapter = None
+    short: ShortForward | None = None
 
     def __init__(self, head: HeadModule, context_length: int) -> None:
         self.head = head

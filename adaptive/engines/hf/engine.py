@@ -18,6 +18,7 @@ from adaptive.engines.cpu import joint as cpu_joint
 from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.forward import FEW, CpuForward, cpu_forward
 from adaptive.engines.cpu.kernels import library
+from adaptive.engines.cuda.forward import ShortForward, short_forward
 from adaptive.engines.hf import joint as hf_joint
 from adaptive.engines.hf.cache import RollbackCache, reserve
 from adaptive.engines.hf.calls import recurrent_pass, watch
@@ -234,6 +235,7 @@ class TransformersEngine:
         gives = self.cpu_forward is not None or self._features.norm is not None
         self.feature_width: int = config.hidden_size if gives else 0
         self.recorded: RecordedPasses | None = None
+        self.short: ShortForward | None = None
         named = inspect.signature(type(model).forward).parameters
         self._keep = (lambda rows: {"logits_to_keep": rows}) if "logits_to_keep" in named else (lambda rows: {})
         self._placed = "position_ids" in named
@@ -275,10 +277,17 @@ class TransformersEngine:
         return getattr(self.model, "quantization_method", None) is not None
 
     def record(self) -> None:
-        """From now on, record short passes and replay them (``graphs.py``). Does nothing for models that decode plainly
-        or have recurrent states, which recordings do not support."""
-        if self.undraftable is None and not self.recurrent:
-            self.recorded = RecordedPasses(self)
+        """From now on, record short passes and replay them (``graphs.py``): of our forward for them, where it computes
+        this model, else of the model's own. Does nothing for models that decode plainly or have recurrent states, which
+        recordings do not support."""
+        if self.undraftable is not None or self.recurrent:
+            return
+        self.short = short_forward(self.model) if self._features.norm is not None else None
+        if self.short is not None:
+            self.short.layers_read = self._features.layers
+        elif any(weight.dtype == torch.int8 for weight in self.model.parameters()):
+            return  # bitsandbytes' int8 layers wait for the device
+        self.recorded = RecordedPasses(self)
 
     @property
     def cache_layout(self) -> dict[str, str | int]:
@@ -324,6 +333,8 @@ class TransformersEngine:
         stands for those before the final norm. Our own forward then computes layer by layer. Call it before any
         sequence that keeps features is made. Raises AdaptiveError if the model's layers are not known."""
         self._features.name(layers)
+        if self.short is not None:
+            self.short.layers_read = layers
         self.feature_width = len(layers) * int(self.model.config.get_text_config().hidden_size)
         if self.cpu_forward is not None:
             self.cpu_forward.give_features_before(layers)

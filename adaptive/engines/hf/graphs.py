@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from adaptive.engines.cuda.forward import ShortForward
 from adaptive.engines.hf.cache import Buffers, Recording, RollbackCache
 from adaptive.engines.hf.lora import MergedAdapter
 from adaptive.engines.protocol import Chooser
@@ -67,6 +68,7 @@ class Recordable(Protocol):
     model: PreTrainedModel
     device: torch.device
     context_length: int
+    short: ShortForward | None  # what is recorded instead of the model's own forward
 
     @property
     def adapter(self) -> MergedAdapter | None:
@@ -212,7 +214,7 @@ class RecordedPasses:
             cache.rollback(held)
 
     def _prove(self, which: Which, cache: RollbackCache, tokens: torch.Tensor, expected: torch.Tensor) -> None:
-        chooser = which.chooser
+        chooser, start, same = which.chooser, cache.length, True
         try:
             recorded = RecordedPass(self.engine, cache, which, self._pool, self._stream)
             if chooser is not None:
@@ -230,7 +232,14 @@ class RecordedPasses:
                 return
             says = f"differs from the eager one by {gap:.0%}" if same else "is followed by another choice"
             self.problem = f"a recorded pass over {which.size} tokens {says}"
-        logger.warning("--cuda-graphs: passes of %s stay eager: %s", self._name, self.problem)
+        if self.engine.short is None or not same:
+            logger.warning("--cuda-graphs: passes of %s stay eager: %s", self._name, self.problem)
+            return
+        logger.warning("--cuda-graphs: %s is recorded by its own forward: %s", self._name, self.problem)
+        self.engine.short = self.problem = None
+        self.recordings.clear()
+        cache.rollback(start)
+        self._prove(which, cache, tokens, expected)
 
 
 def _chooses_alike(chooser: Chooser, logits: torch.Tensor) -> bool:
@@ -291,8 +300,12 @@ class RecordedPass:
         return self._logits
 
     def _run(self, cache: RollbackCache) -> torch.Tensor:
+        short, places = self.engine.short, self.recording.places()
         with cache.written_as(self.recording):
-            logits = self.engine.run(self.tokens, self.recording.places(), cache)
+            if short is None:
+                logits = self.engine.run(self.tokens, places, cache)
+            else:
+                logits = short(self.tokens, places, self.recording.start, cache)
         if self.chooser is not None:
             self.chooser(logits.index_select(0, self._last))
         return logits

@@ -1,0 +1,1 @@
+"""Our forward for short passes on a CUDA device."""

@@ -1,0 +1,329 @@
+"""``operations.py`` as Triton kernels, for bfloat16, float16 and float32 on CUDA, and products with quantised weights.
+
+Attention reads the length of the text from the device's memory. So a recording (``hf/graphs.py``) reads only the keys
+that are there. Products of several tokens with 16-bit weights are cuBLAS's, which reads large
+matrices at 60 to 95% of the memory's bandwidth. For one token there is a kernel, which reads small matrices up to three
+times as fast as cuBLAS.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import nn
+
+# Numbers of a weight's row that a program of ``_vector`` reads at once, and its rows: more for large matrices.
+STEP, ROWS, FEW_ROWS, LARGE = 1024, 4, 2, 2048
+# Rows of a quantised matrix that a program multiplies, and numbers of each row that it reads at once.
+NF4_ROWS, NF4_STEP = 16, 256
+INT8_ROWS, INT8_STEP = 32, 256
+# Keys of a step of attention. Rows of queries that a program holds at most: of all tokens and a key head's group.
+BLOCK, MOST_ROWS = 64, 64
+# Programs into which attention is divided, over key heads and parts of the text: some four a multiprocessor.
+PROGRAMS, MOST_PARTS = 512, 32
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """See ``operations.linear``."""
+    if len(x) > 1:
+        return nn.functional.linear(x, weight, bias)
+    outputs, inputs = weight.shape
+    y = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
+    rows = ROWS if outputs >= LARGE else FEW_ROWS
+    step = min(STEP, triton.next_power_of_2(inputs))
+    _vector[(triton.cdiv(outputs, rows),)](
+        x, weight, y if bias is None else bias, y, inputs, outputs, bias is not None, rows, step
+    )
+    return y
+
+
+def nf4(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, code: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x (n, inputs) @ W.T + bias for a matrix in nf4 (arXiv 2305.14314): two indices into ``code`` (16,) in each byte
+    of ``weight`` (outputs, inputs / 2), the first in the high bits, times ``scales`` (outputs, inputs / 64)."""
+    count, inputs = x.shape
+    y = torch.empty(count, len(weight), dtype=x.dtype, device=x.device)
+    # In one stage: in more, Triton would look up each number by a copy to shared memory, 20 times as slow.
+    _nf4[(triton.cdiv(len(weight), NF4_ROWS),)](
+        x.view(torch.int32), weight, scales, code, y if bias is None else bias, y, count, inputs, len(weight),
+        bias is not None, max(16, triton.next_power_of_2(count)), NF4_ROWS, NF4_STEP, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit(do_not_specialize=["count"])
+def _nf4(  # type: ignore[no-untyped-def]
+    pairs, weight, scales, code, bias, y, count, inputs, outputs,
+    BIAS: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there, token = rows < outputs, tl.arange(0, COUNT)
+    kind = y.dtype.element_ty
+    sums = tl.zeros((ROWS, COUNT), tl.float32)
+    first_byte = weight + rows.to(tl.int64)[:, None] * (inputs // 2)
+    first_scale = scales + rows[:, None] * (inputs // 64)
+    for first in range(0, inputs // 2, STEP // 2):
+        at = first + tl.arange(0, STEP // 2)
+        inside = at < inputs // 2
+        both = there[:, None] & inside[None, :]
+        read = tl.load(first_byte + at[None, :], mask=both, other=0).to(tl.int32)
+        scale = tl.load(first_scale + at[None, :] // 32, mask=both, other=0.0)
+        even = (tl.load(code + (read >> 4)) * scale).to(kind)
+        odd = (tl.load(code + (read & 15)) * scale).to(kind)
+        known = (token < count)[None, :] & inside[:, None]
+        pair = tl.load(pairs + token[None, :] * (inputs // 2) + at[:, None], mask=known, other=0)
+        sums = tl.dot(even, (pair & 0xFFFF).to(tl.int16).to(kind, bitcast=True), sums)
+        sums = tl.dot(odd, (pair >> 16).to(tl.int16).to(kind, bitcast=True), sums)
+    if BIAS:
+        sums += tl.load(bias + rows, mask=there, other=0.0).to(tl.float32)[:, None]
+    tl.store(
+        y + token[None, :] * outputs + rows[:, None], sums.to(kind), mask=there[:, None] & (token < count)[None, :]
+    )
+
+
+def int8(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x (n, inputs) @ W.T + bias for a matrix in int8: ``weight`` (outputs, inputs) * ``scales`` (outputs,) / 127."""
+    count, inputs = x.shape
+    y = torch.empty(count, len(weight), dtype=x.dtype, device=x.device)
+    _int8[(triton.cdiv(len(weight), INT8_ROWS),)](
+        x, weight, scales, y if bias is None else bias, y, count, inputs, len(weight), bias is not None,
+        max(16, triton.next_power_of_2(count)), INT8_ROWS, INT8_STEP, num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit(do_not_specialize=["count"])
+def _int8(  # type: ignore[no-untyped-def]
+    x, weight, scales, bias, y, count, inputs, outputs,
+    BIAS: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there, token = rows < outputs, tl.arange(0, COUNT)
+    kind = x.dtype.element_ty
+    sums = tl.zeros((ROWS, COUNT), tl.float32)
+    for first in range(0, inputs, STEP):
+        column = first + tl.arange(0, STEP)
+        inside = column < inputs
+        place = weight + rows.to(tl.int64)[:, None] * inputs + column[None, :]
+        read = tl.load(place, mask=there[:, None] & inside[None, :], other=0).to(kind)
+        known = (token < count)[None, :] & inside[:, None]
+        sums = tl.dot(read, tl.load(x + token[None, :] * inputs + column[:, None], mask=known, other=0.0), sums)
+    sums *= tl.load(scales + rows, mask=there, other=0.0).to(tl.float32)[:, None] / 127
+    if BIAS:
+        sums += tl.load(bias + rows, mask=there, other=0.0).to(tl.float32)[:, None]
+    tl.store(
+        y + token[None, :] * outputs + rows[:, None], sums.to(kind), mask=there[:, None] & (token < count)[None, :]
+    )
+
+
+@triton.jit
+def _vector(x, weight, bias, y, inputs, outputs, BIAS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = rows < outputs
+    sums = tl.zeros((ROWS, STEP), tl.float32)
+    for first in range(0, inputs, STEP):
+        columns = first + tl.arange(0, STEP)
+        inside = columns < inputs
+        read = tl.load(
+            weight + rows.to(tl.int64)[:, None] * inputs + columns[None, :],
+            mask=there[:, None] & inside[None, :],
+            other=0.0,
+        )
+        sums += read.to(tl.float32) * tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    found = tl.sum(sums, 1)
+    if BIAS:
+        found += tl.load(bias + rows, mask=there, other=0.0).to(tl.float32)
+    tl.store(y + rows, found.to(y.dtype.element_ty), mask=there)
+
+
+def add_norm(x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See ``operations.add_norm``."""
+    y, width = torch.empty_like(x), x.shape[-1]
+    block = triton.next_power_of_2(width)
+    _add_norm[(x.numel() // width,)](
+        x,
+        x if added is None else added,
+        weight,
+        y,
+        width,
+        eps,
+        added is not None,
+        block,
+        num_warps=8 if block > 2048 else 4,
+    )
+    return y
+
+
+@triton.jit
+def _add_norm(x, added, weight, y, width, eps, ADDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    places = tl.program_id(0) * width + columns
+    kind = x.dtype.element_ty
+    row = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        row = (row + tl.load(added + places, mask=inside, other=0.0).to(tl.float32)).to(kind)
+        tl.store(x + places, row, mask=inside)
+        row = row.to(tl.float32)
+    row *= tl.rsqrt(tl.sum(row * row) / width + eps)
+    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + places, (row.to(kind).to(tl.float32) * factor).to(kind), mask=inside)
+
+
+def rotate_and_store(
+    projected: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    start: torch.Tensor,
+) -> torch.Tensor:
+    """See ``operations.rotate_and_store``."""
+    count, (key_heads, capacity, size) = len(projected), keys.shape[1:]
+    heads = projected.shape[1] // size - 2 * key_heads
+    queries = torch.empty(count, heads, size, dtype=projected.dtype, device=projected.device)
+    weights = (cos, cos) if norms is None else norms
+    _rotate_and_store[(count, heads + 2 * key_heads)](
+        projected, cos, sin, *weights, eps, queries, keys, values, start, heads, key_heads, capacity,
+        norms is not None, size, num_warps=1,
+    )  # fmt: skip
+    return queries
+
+
+@triton.jit
+def _rotate_and_store(  # type: ignore[no-untyped-def]
+    projected, cos, sin, query_weight, key_weight, eps, queries, keys, values, start, heads, key_heads, capacity,
+    NORMS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0), tl.program_id(1)
+    half: tl.constexpr = SIZE // 2
+    low = tl.arange(0, half)
+    high = low + half
+    source = projected + (token * (heads + 2 * key_heads) + head) * SIZE
+    kind = projected.dtype.element_ty
+    first, second = tl.load(source + low).to(tl.float32), tl.load(source + high).to(tl.float32)
+    place = (tl.load(start) + token) * SIZE
+    if head >= heads + key_heads:
+        target = values + (head - heads - key_heads).to(tl.int64) * capacity * SIZE + place
+        tl.store(target + low, first.to(kind))
+        tl.store(target + high, second.to(kind))
+    else:
+        if NORMS:
+            weight = query_weight if head < heads else key_weight
+            share = tl.rsqrt((tl.sum(first * first) + tl.sum(second * second)) / SIZE + eps)
+            first = (first * share).to(kind).to(tl.float32) * tl.load(weight + low).to(tl.float32)
+            second = (second * share).to(kind).to(tl.float32) * tl.load(weight + high).to(tl.float32)
+        turns = token * SIZE
+        low_turned = first * tl.load(cos + turns + low).to(tl.float32)
+        low_turned -= second * tl.load(sin + turns + low).to(tl.float32)
+        high_turned = second * tl.load(cos + turns + high).to(tl.float32)
+        high_turned += first * tl.load(sin + turns + high).to(tl.float32)
+        if head < heads:
+            target = queries + (token * heads + head) * SIZE
+        else:
+            target = keys + (head - heads).to(tl.int64) * capacity * SIZE + place
+        tl.store(target + low, low_turned.to(kind))
+        tl.store(target + high, high_turned.to(kind))
+
+
+def attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor, scale: float, window: int
+) -> torch.Tensor:
+    """See ``operations.attend``. The text is divided into parts, each attended by itself, and the results joined."""
+    (count, heads, size), (key_heads, capacity) = queries.shape, keys.shape[1:3]
+    parts = max(1, min(MOST_PARTS, triton.next_power_of_2(PROGRAMS // key_heads)))
+    rows = count * heads // key_heads
+    held = max(16, min(MOST_ROWS, triton.next_power_of_2(rows)))
+    given: dict[str, Any] = {"dtype": torch.float32, "device": queries.device}
+    sums, scores = torch.empty(parts, count * heads, size, **given), torch.empty(2, parts, count * heads, **given)
+    _attend[(key_heads, parts, triton.cdiv(rows, held))](
+        queries, keys, values, sums, scores, start, scale, capacity, count, heads, heads // key_heads,
+        window, size, held, BLOCK, parts, "ieee" if queries.dtype == torch.float32 else "tf32",
+    )  # fmt: skip
+    attended = torch.empty(count, heads * size, dtype=queries.dtype, device=queries.device)
+    _join[(count * heads,)](sums, scores, attended, count * heads, size, parts, num_warps=1)
+    return attended
+
+
+@triton.jit(do_not_specialize=["count"])
+def _attend(  # type: ignore[no-untyped-def]
+    queries, keys, values, sums, scores, start, scale, capacity, count, heads, group,
+    WINDOW: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    key_head, part = tl.program_id(0), tl.program_id(1)
+    before = tl.load(start).to(tl.int32)
+    length = before + count
+    oldest = tl.maximum(before + 1 - WINDOW, 0) if WINDOW else 0  # that any query sees
+    each = tl.cdiv(tl.cdiv(length - oldest, PARTS), BLOCK) * BLOCK
+    first = oldest + part * each
+    last = tl.minimum(first + each, length)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    token, head = row // group, key_head * group + row % group
+    there = row < count * group
+    numbers = tl.arange(0, SIZE)
+    query = tl.load(queries + (token * heads + head)[:, None] * SIZE + numbers[None, :], mask=there[:, None], other=0.0)
+    here = key_head.to(tl.int64) * capacity * SIZE
+    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    mass = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS, SIZE), tl.float32)
+    for begin in range(first, last, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        inside = place < last
+        key = tl.load(keys + here + place[None, :] * SIZE + numbers[:, None], mask=inside[None, :], other=0.0)
+        score = tl.dot(query, key, input_precision=PRECISION) * scale
+        behind = (before + token)[:, None] - place[None, :]
+        seen = inside[None, :] & (behind >= 0)
+        if WINDOW:
+            seen = seen & (behind < WINDOW)
+        score = tl.where(seen, score, float("-inf"))
+        higher = tl.maximum(most, tl.max(score, 1))
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp(score - finite[:, None])
+        keep = tl.exp(most - finite)
+        value = tl.load(values + here + place[:, None] * SIZE + numbers[None, :], mask=inside[:, None], other=0.0)
+        mass = mass * keep + tl.sum(weight, 1)
+        total = total * keep[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+        most = higher
+    at = part * count * heads + token * heads + head
+    tl.store(sums + at[:, None] * SIZE + numbers[None, :], total, mask=there[:, None])
+    tl.store(scores + at, most, mask=there)
+    tl.store(scores + PARTS * count * heads + at, mass, mask=there)
+
+
+@triton.jit
+def _join(sums, scores, attended, rows, SIZE: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    part, numbers = tl.arange(0, PARTS), tl.arange(0, SIZE)
+    most = tl.load(scores + part * rows + row)
+    mass = tl.load(scores + (PARTS + part) * rows + row)
+    share = tl.exp(most - tl.max(most, 0))
+    total = tl.load(sums + (part * rows + row)[:, None] * SIZE + numbers[None, :])
+    found = tl.sum(total * share[:, None], 0) / tl.sum(mass * share, 0)
+    tl.store(attended + row * SIZE + numbers, found.to(attended.dtype.element_ty))
+
+
+def gate(x: torch.Tensor) -> torch.Tensor:
+    """See ``operations.gate``."""
+    count, width = len(x), x.shape[1] // 2
+    y = torch.empty(count, width, dtype=x.dtype, device=x.device)
+    _gate[(count, triton.cdiv(width, 1024))](x, y, width, 1024)
+    return y
+
+
+@triton.jit
+def _gate(x, y, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    kind = x.dtype.element_ty
+    first = tl.load(x + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
+    gated = (first / (1 + tl.exp(-first))).to(kind).to(tl.float32) * up
+    tl.store(y + row * width + columns, gated.to(kind), mask=inside)

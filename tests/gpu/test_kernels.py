@@ -1,0 +1,103 @@
+"""The kernels of short passes compute what ``operations.py`` does, and products with bitsandbytes' weights.
+
+TRITON_INTERPRET=1 pytest tests/gpu/test_kernels.py     # without a GPU, where Triton is installed
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from adaptive.engines.cuda import operations
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available() and not INTERPRETED, reason="needs a CUDA device, or Triton"),
+    pytest.mark.xdist_group("gpu"),
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton interprets no products in bfloat16.
+SIXTEEN = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
+COUNTS = (1, 2, 5, 17) if DEVICE == "cuda" else (1, 5)
+KINDS = [torch.float32, SIXTEEN]
+# Heads, key heads, head size, window.
+ATTENTION = [(4, 2, 16, 0), (4, 4, 64, 0), (8, 1, 32, 7), (16, 2, 64, 40), (32, 8, 128, 0)]
+
+
+def near(found: torch.Tensor, right: torch.Tensor) -> None:
+    assert found.shape == right.shape
+    assert found.dtype == right.dtype
+    assert not found.isnan().any()
+    gap = (found.double() - right.double()).norm() / right.double().norm()
+    assert float(gap) < TOLERANCE[right.dtype]
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("width", [96, 1000, 4864])
+def test_products_norms_and_gates(width: int, count: int, dtype: torch.dtype) -> None:
+    from adaptive.engines.cuda import kernels
+
+    torch.manual_seed(width + count)
+    x, added = random(count, width, dtype=dtype), random(count, width, dtype=dtype)
+    weight, bias = random(13, width, dtype=dtype), random(13, dtype=dtype)
+    for given in (bias, None):
+        near(kernels.linear(x, weight, given), operations.linear(x, weight, given))
+    both = torch.cat([x, added], 1)
+    near(kernels.gate(both), operations.gate(both))
+    norm, ours, theirs = random(width, dtype=dtype), x.clone(), x.clone()
+    near(kernels.add_norm(ours, added, norm, 1e-5), operations.add_norm(theirs, added, norm, 1e-5))
+    near(ours, theirs)
+    near(kernels.add_norm(ours, None, norm, 1e-5), operations.add_norm(theirs, None, norm, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(("heads", "key_heads", "size", "window"), ATTENTION)
+def test_attention(heads: int, key_heads: int, size: int, window: int, count: int, dtype: torch.dtype) -> None:
+    from adaptive.engines.cuda import kernels
+
+    torch.manual_seed(heads + count)
+    for length in (1, 60, 100):
+        start = torch.tensor(length, device=DEVICE)
+        caches = [random(1, key_heads, 128, size, dtype=dtype) for _ in range(2)]
+        others = [cache.clone() for cache in caches]
+        projected = random(count, (heads + 2 * key_heads) * size, dtype=dtype)
+        angle = random(count, size // 2, dtype=dtype)
+        cos, sin = (torch.cat([part, part], 1) for part in (angle.cos(), angle.sin()))
+        for norms in (None, (random(size, dtype=dtype), random(size, dtype=dtype))):
+            ours = kernels.rotate_and_store(projected, cos, sin, norms, 1e-6, *caches, start)
+            theirs = operations.rotate_and_store(projected, cos, sin, norms, 1e-6, *others, start)
+            for one, other in zip((ours, *caches), (theirs, *others), strict=True):
+                near(one, other)
+        scale = size**-0.5
+        near(
+            kernels.attend(ours, *caches, start, scale, window), operations.attend(ours, *caches, start, scale, window)
+        )
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 40), (704, 96)])
+def test_quantised_products(inputs: int, outputs: int, count: int) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes.functional")
+    from adaptive.engines.cuda import kernels
+
+    torch.manual_seed(inputs + count)
+    x, matrix = random(count, inputs, dtype=SIXTEEN), 0.05 * random(outputs, inputs, dtype=SIXTEEN)
+    packed, state = bitsandbytes.quantize_4bit(matrix, blocksize=64, quant_type="nf4", compress_statistics=False)
+    meant = bitsandbytes.dequantize_4bit(packed, state)
+    scales = matrix.float().abs().amax(1)
+    rounded = (matrix.float() / scales[:, None] * 127).round().to(torch.int8)
+    for bias in (None, random(outputs, dtype=SIXTEEN)):
+        found = kernels.nf4(x, packed.view(-1, inputs // 2), state.absmax.view(-1, inputs // 64), state.code, bias)
+        near(found, operations.linear(x, meant, bias))
+        right = operations.linear(x, (rounded.float() * scales[:, None] / 127).to(SIXTEEN), bias)
+        near(kernels.int8(x, rounded, scales, bias), right)
