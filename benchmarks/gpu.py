@@ -6,8 +6,8 @@
 Needs neither a network nor weights: the models are made on the device, from the bundled pair or of random weights
 (``gpu_parts/``). Each part writes ``DIR/PART.json``, and is skipped if that file holds a result of this device;
 ``--only`` runs the parts that it names even then. If a part fails, the failure is noted and the others still run. At
-the end ``DIR/gpu.json`` and ``DIR/gpu.md`` hold all results. On a machine without a GPU the same parts run with tiny
-models on the CPU, which keeps them tested: exactness results are valid there, timings are not.
+any time ``DIR/gpu.json`` and ``DIR/gpu.md`` hold all results so far. On a machine without a GPU the same parts run with
+tiny models on the CPU, which keeps them tested: exactness results are valid there, timings are not.
 
 Exit status: 1 if a part failed, 2 for invalid options.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from gpu_parts import plan, report
-from gpu_parts.scale import FULL, TINY
+from gpu_parts.scale import FULL, TINY, Scale
 from gpu_parts.work import Part, Result, name_of, read, run
 from transformers.utils import logging
 
@@ -67,11 +67,17 @@ def _run(args: argparse.Namespace) -> int:
     logging.disable_progress_bar()
     factor = args.minutes / plan.MINUTES * plan.SHARE[scale.name]
     again, needs = bool(args.only), plan.needs(scale)
-    run(parts, scale, device, args.out, factor, again, needs, lambda line: print(line, flush=True))
-    found = [result for part in plan.PARTS if (result := read(args.out / f"{part.name}.json")) is not None]
-    here = [result for result in found if (result.scale, result.device) == (scale.name, name_of(device))]
-    print(f"all figures: {report.write(here, args.out)}")
-    return 1 if any(_failed(result) for result in here) else 0
+    for said in run(parts, scale, device, args.out, factor, again, needs):
+        print(said, flush=True)
+        page = report.write(_results(args.out, scale, device), args.out)
+    print(f"all figures: {page}")
+    return 1 if any(_failed(result) for result in _results(args.out, scale, device)) else 0
+
+
+def _results(folder: Path, scale: Scale, device: torch.device) -> list[Result]:
+    """The results of this device in a folder, in the order of the parts."""
+    found = [result for part in plan.PARTS if (result := read(folder / f"{part.name}.json")) is not None]
+    return [result for result in found if (result.scale, result.device) == (scale.name, name_of(device))]
 
 
 def _named(names: list[str]) -> list[Part]:

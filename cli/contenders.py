@@ -177,9 +177,11 @@ def race(
     prompts: Sequence[PromptLine],
     tokens: int,
     clock: Callable[[], float] = time.perf_counter,
+    warm_up: bool = True,
 ) -> Iterator[Result]:
-    """Every contender on every prompt, in rotating order, timed by ``clock``."""
-    for contender in contenders:
+    """Every contender on every prompt, in rotating order, timed by ``clock``; before, with ``warm_up``, each answers
+    one of them briefly."""
+    for contender in contenders if warm_up else ():
         contender.answer(prompts[0], WARM_UP)
     for number, prompt in enumerate(prompts):
         start = number % len(contenders)

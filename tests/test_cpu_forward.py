@@ -85,6 +85,7 @@ CONFIGS = {
     "gemma2": Gemma2Config(**GROUPED, sliding_window=7, query_pre_attn_scalar=24),
     "gemma2, no softcap": Gemma2Config(**GROUPED, attn_logit_softcapping=None, final_logit_softcapping=None),
     "gemma3": Gemma3TextConfig(**GROUPED, sliding_window=7, query_pre_attn_scalar=24, sliding_window_pattern=2),
+    "llama, a window that it does not read": LlamaConfig(**GROUPED, sliding_window=7),
     "llama, another activation": LlamaConfig(**GROUPED, hidden_act="gelu"),
 }
 # Configurations that differ from those above by a norm, a factor, the rotation or the layout of weights.

@@ -268,6 +268,10 @@ def test_other_texts_and_adapters_reuse_the_recordings(tmp_path: Path) -> None:
     recorded.apply_adapter(None)
 
 
+class CompilationError(Exception):
+    """Triton's errors are of many kinds."""
+
+
 def wrong(output: Any) -> Any:
     return SimpleNamespace(logits=output.logits.flip(-1))
 
@@ -284,7 +288,7 @@ def test_a_short_forward_that_cannot_be_used_gives_way_to_the_models_own(
 
     def wrongly(self: ShortForward, *given: Any) -> torch.Tensor:
         if fails:
-            raise RuntimeError("out of resources")
+            raise CompilationError("out of resources")
         return own(self, *given).flip(-1)
 
     monkeypatch.setattr(ShortForward, "__call__", wrongly)

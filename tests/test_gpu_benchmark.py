@@ -16,7 +16,7 @@ from gpu_parts.models import Workshop, planned_bytes, read_bytes
 from gpu_parts.sampled import exactly, p_value
 from gpu_parts.saying import model_of
 from gpu_parts.scale import FULL, TINY
-from gpu_parts.work import Bench, Budget, Figures, Part, Wrong, run
+from gpu_parts.work import Bench, Budget, Figures, Part, Wrong, read, run
 
 from adaptive.decoding import verifier
 from adaptive.decoding.verify import Verdict
@@ -126,7 +126,10 @@ def test_a_part_that_fails_is_noted_and_the_others_are_run(tmp_path: Path) -> No
 
     parts = [Part("fails", "", 1, (), fails), Part("works", "", 1, (), works)]
     for _ in range(2):
-        failed, worked = run(parts, TINY, CPU, tmp_path, 1.0, False, lambda part: 0, lambda line: None)
+        assert len(list(run(parts, TINY, CPU, tmp_path, 1.0, False, lambda part: 0))) == 2
+        failed, worked = (read(tmp_path / f"{name}.json") for name in ("fails", "works"))
+        assert failed is not None
+        assert worked is not None
         assert failed.problem is not None
         assert failed.problem.startswith("RuntimeError")
         assert "Traceback" in (tmp_path / "fails.log").read_text()

@@ -56,7 +56,7 @@ class Forward(Enum):
     CPU_NATIVE = "our own on a CPU, native linear layers"
     CPU_TORCH = "our own on a CPU, torch's operations over packed weights"
     STREAMED = "our own on a CPU, layers that do not fit read from disk"
-    CUDA_GRAPHS = "transformers' own, short passes replayed as CUDA graphs"
+    CUDA_GRAPHS = "transformers' own, short passes (ours or its own) replayed as CUDA graphs"
     TRANSFORMERS = "transformers' own"
 
     @property
@@ -108,6 +108,7 @@ def choose_forward(source: Source, settings: Settings, device: str, draft: bool 
 
     from adaptive.engines.cpu.families import forward_kind
     from adaptive.engines.cpu.weights import fast_int8
+    from adaptive.engines.cuda.forward import FAMILIES
 
     where, config = choose_device(device), read_config(source, settings)
     dtype, name = choose_dtype(settings, where, config), class_name(config)
@@ -125,7 +126,10 @@ def choose_forward(source: Source, settings: Settings, device: str, draft: bool 
         kind = forward_kind(name, config, dtype, torch.device(where))
         if kind == "fused" or (kind is not None and not source.head):
             return Choice(OWN[kind], where, dtype, held=held)
-    forward = Forward.CUDA_GRAPHS if graphs else Forward.TRANSFORMERS
+    # bitsandbytes' own int8 waits for the device within a pass, which cannot be captured.
+    eight = source.quantize == "int8" or (held is not None and not held.dense and bool(held.said.get("load_in_8bit")))
+    captured = graphs and (not eight or name in FAMILIES)
+    forward = Forward.CUDA_GRAPHS if captured else Forward.TRANSFORMERS
     if source.head:
         return Choice(forward, where, dtype)
     return Choice(forward, where, dtype, quantize=source.quantize, held=held)
@@ -305,7 +309,8 @@ def _loaded(source: Source, settings: Settings, chosen: Choice, tell: Callable[[
         logger.warning("%s decodes plainly: it %s", source.id, engine.undraftable)
     if chosen.forward is Forward.CUDA_GRAPHS:
         engine.record()
-        engine.weights += "+graphs" if engine.recorded is not None else ""
+        if engine.recorded is not None:
+            engine.weights += "+graphs" if engine.short is None else "+own graphs"
     return engine
 
 

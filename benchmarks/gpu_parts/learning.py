@@ -20,17 +20,18 @@ from trainers.fit import Fit, fit
 from trainers.recipe import Recipe
 from trainers.replay import acceptance_rate, replay
 
-# Shares of the part's time for training alone and for training beside decoding.
-ALONE, BESIDE = 0.35, 0.35
-# Seconds for training at least, however long the preparations took.
-LEAST_S = 1.0
+# Share of the part's time for answers to train on; of the rest, shares for training alone and beside decoding.
+PREPARING, ALONE, BESIDE = 0.3, 0.45, 0.35
+# Seconds for training at least, however long the preparations took; and answers to train on at least.
+LEAST_S, LEAST_EXAMPLES = 1.0, 2
 
 
 def examples(bench: Bench, pair: Pair) -> list[Example]:
-    """Answers of the target with its distributions, as the trainer reads them from the log."""
-    speaker, found = Speaker(pair, FixedLength(0), SAMPLED), list[Example]()
+    """Answers of the target with its distributions, as the trainer reads them from the log: as many as a part of the
+    budget allows."""
+    speaker, found, budget = Speaker(pair, FixedLength(0), SAMPLED), list[Example](), bench.budget.share(PREPARING)
     given = prompts(bench, pair)
-    while len(found) < bench.scale.examples:
+    while len(found) < LEAST_EXAMPLES or (len(found) < bench.scale.examples and not budget.over):
         prompt = given[len(found) % len(given)]
         said = speaker.say(prompt, bench.scale.tokens, supervise=True)
         assert said.supervision is not None

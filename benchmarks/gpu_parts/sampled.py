@@ -63,6 +63,8 @@ def tiny_pair(device: torch.device) -> tuple[TransformersEngine, TransformersEng
             model.lm_head.weight.mul_(20)
         engine = TransformersEngine(model.to(device))
         engine.cpu_forward = None
+        if device.type == "cuda":
+            engine.record()
         engines.append(engine)
     return engines[0], engines[1]
 

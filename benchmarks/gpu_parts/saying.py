@@ -4,7 +4,8 @@ passes."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,8 +19,10 @@ from adaptive.measure import attentive_on
 from adaptive.pair import Pair
 from adaptive.types import SamplingParams, StopParams
 from cli.bench import of_every_kind
-from gpu_parts.work import Bench
+from gpu_parts.work import Bench, Budget
 
+# Tokens of an answer that only shows how long others take; and answers to fit into a budget.
+SHORT, TURNS = 16, 2
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=0.7)
 
@@ -42,6 +45,19 @@ class Speaker:
             pass
         assert assistant.last is not None
         return assistant.last
+
+
+def fitting(says: Sequence[Callable[[int], object]], budget: Budget, most: int) -> int:
+    """How many tokens (at most ``most``) an answer may have if each of ``says``, called with that number, is to answer
+    ``TURNS`` times within the budget: by the time of a short answer, after one that is not counted."""
+    short = min(SHORT, most)
+    for say in says:
+        say(short)
+    began = time.perf_counter()
+    for say in says:
+        say(short)
+    turn = (time.perf_counter() - began) / short
+    return max(short, min(most, int(budget.left / TURNS / turn)))
 
 
 def controller(pair: Pair) -> GoodputLength:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 
+from adaptive.control.costs import CostTable
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.policy import FixedLength
 from adaptive.engines.load import forward_of
@@ -22,11 +24,13 @@ from cli.bench import of_every_kind
 from cli.contenders import Contender, ours, policies, race, table, theirs
 from gpu_parts.clocks import Taken, take
 from gpu_parts.models import read_bytes
-from gpu_parts.saying import GREEDY, SAMPLED, Speaker, model_of, prompts, text
+from gpu_parts.saying import GREEDY, SAMPLED, Speaker, fitting, model_of, prompts, text
 from gpu_parts.work import Bench, Budget, Figures, Result, name_of, read
 
 # Tokens of text before the timed passes.
 CONTEXT = 200
+# Seconds without which costs are not measured, nor transformers' own decoding: each takes up to ten.
+ENOUGH_S = 15.0
 
 
 def bandwidth(bench: Bench) -> Figures:
@@ -77,9 +81,9 @@ def plain(bench: Bench, kind: str, within: Budget | None = None) -> Figures:
 
 def answered(bench: Bench, pair: Pair, budget: Budget, sampling: SamplingParams = GREEDY) -> float:
     """Tokens a second of answers without a draft, after their first token: the median over prompts."""
-    speaker, tokens, found = Speaker(pair, FixedLength(0), sampling), bench.scale.race_tokens, list[float]()
+    speaker, found = Speaker(pair, FixedLength(0), sampling), list[float]()
     first = prompts(bench, pair)
-    speaker.say(first[0], tokens)
+    tokens = fitting([lambda count: speaker.say(first[0], count)], budget, bench.scale.race_tokens)
     for prompt in first:
         if found and budget.over:
             break
@@ -149,10 +153,13 @@ def speculation(bench: Bench, kind: str, peers: bool = True) -> Figures:
     counts = (1, *(1 + length for length in scale.lengths))
     draft = passes(bench, pair, pair.draft, (1,), bench.budget.share(0.05))[1].done
     target = passes(bench, pair, pair.target, counts, bench.budget.share(0.1))
-    found: Figures = {}
+    measured = scale.measured and bench.budget.left > ENOUGH_S
+    costs = measure(pair, GREEDY).costs if measured else None
+    found: Figures = {"costs were measured": measured}
     for share, (name, sampling) in zip((0.5, 1.0), (("greedy", GREEDY), ("temperature 0.7", SAMPLED)), strict=True):
         budget = bench.budget.share(share)
-        rows = _raced(bench, pair, sampling, budget, peers and name == "greedy")
+        also = peers and name == "greedy" and (budget.left > ENOUGH_S or not scale.measured)
+        rows = _raced(bench, pair, sampling, costs, budget, also)
         for row in rows:
             length = row["contender"].removeprefix("ours, fixed ")
             if length.isdigit():
@@ -163,15 +170,19 @@ def speculation(bench: Bench, kind: str, peers: bool = True) -> Figures:
     return found
 
 
-def _raced(bench: Bench, pair: Pair, sampling: SamplingParams, budget: Budget, peers: bool) -> list[dict[str, Any]]:
+def _raced(
+    bench: Bench, pair: Pair, sampling: SamplingParams, costs: CostTable | None, budget: Budget, peers: bool
+) -> list[dict[str, Any]]:
     """Race all ways in turn on the same prompts, on as many of these as the budget allows."""
     field = [ours("ours, plain", pair, FixedLength(0), sampling)]
     field += [ours(name, pair, policy, sampling) for name, policy in policies(bench.scale.lengths).items()]
-    field += [ours(name, pair, policy, sampling) for name, policy in _controllers(bench, pair, sampling).items()]
+    field += [ours(name, pair, policy, sampling) for name, policy in _controllers(pair, costs).items()]
     if peers:
         field += _theirs(pair, sampling, bench.scale.lengths[-1])
     given = of_every_kind(bench.scale.prompts)
-    turns, results = race(field, given, bench.scale.race_tokens), []
+    says = [partial(one.answer, given[0]) for one in field]
+    tokens = fitting(says, budget, bench.scale.race_tokens)
+    turns, results = race(field, given, tokens, warm_up=False), []
     while len(results) < len(field) * len(given):
         if results and budget.over:
             break
@@ -185,14 +196,15 @@ def _raced(bench: Bench, pair: Pair, sampling: SamplingParams, budget: Budget, p
             "same answers as plain": row.same,
             "8-grams repeated": row.loops,
             "prompts": len(results) // len(field),
+            "tokens of an answer": tokens,
         }
         for row in table(field, results)
     ]
 
 
-def _controllers(bench: Bench, pair: Pair, sampling: SamplingParams) -> dict[str, GoodputLength]:
-    """The default policy with costs measured on this pair; and the same without the draft's confidence."""
-    costs = measure(pair, sampling).costs if bench.scale.measured else None
+def _controllers(pair: Pair, costs: CostTable | None) -> dict[str, GoodputLength]:
+    """The default policy with the costs of this pair, if they were measured; and the same without the draft's
+    confidence."""
     return {
         "ours, controller": GoodputLength(costs, attentive=attentive_on(pair)),
         "ours, controller without confidence": GoodputLength(costs, attentive=False),
@@ -223,6 +235,7 @@ def quantised(bench: Bench, kind: str) -> Figures:
 
 def other_kind(bench: Bench, kind: str) -> Figures:
     """Time a mixture or a hybrid as ``quantised`` does, and speculation with it."""
+    bench.workshop.pair(kind)  # made before the budget is divided
     whole = bench.budget
     bench.budget = whole.share(0.5)
     found = quantised(bench, kind)

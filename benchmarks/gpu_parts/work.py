@@ -10,7 +10,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,25 +103,22 @@ def run(
     factor: float,
     again: bool,
     need: Callable[[Part], int],
-    say: Callable[[str], None],
-) -> list[Result]:
+) -> Iterator[str]:
     """Run the parts that have no good result in ``folder`` yet, or all of them with ``again``. Each gets ``factor``
-    times its seconds; ``need`` returns the bytes of the device's memory that it takes."""
+    times its seconds; ``need`` returns the bytes of the device's memory that it takes. Yields a line after each."""
     folder.mkdir(parents=True, exist_ok=True)
-    workshop, results = Workshop(scale, device), []
+    workshop = Workshop(scale, device)
     for part in parts:
         file = folder / f"{part.name}.json"
         found = None if again else read(file)
         if found is not None and found.problem is None and (found.scale, found.device) == (scale.name, name_of(device)):
-            say(f"{part.name}: there already")
-            results.append(found)
+            yield f"{part.name}: there already"
             continue
-        result = _one(part, Bench(scale, device, workshop, Budget(factor * part.seconds), folder), need(part))
+        needed = need(part)  # takes seconds, which are not the part's
+        result = _one(part, Bench(scale, device, workshop, Budget(factor * part.seconds), folder), needed)
         write(file, result)
-        results.append(result)
-        say(f"{part.name}: {result.problem or 'done'} ({result.seconds:.1f} s)")
+        yield f"{part.name}: {result.problem or 'done'} ({result.seconds:.1f} s)"
     workshop.clear()
-    return results
 
 
 def _one(part: Part, bench: Bench, need: int) -> Result:

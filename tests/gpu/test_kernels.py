@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from adaptive.engines.cuda import operations
+from adaptive.engines.cuda.linear import product
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 pytestmark = [
@@ -101,3 +104,53 @@ def test_quantised_products(inputs: int, outputs: int, count: int) -> None:
         near(found, operations.linear(x, meant, bias))
         right = operations.linear(x, (rounded.float() * scales[:, None] / 127).to(SIXTEEN), bias)
         near(kernels.int8(x, rounded, scales, bias), right)
+
+
+def layer(kind: str, inputs: int, outputs: int) -> nn.Module:
+    """A linear layer with a bias, its weights as bitsandbytes holds them for nf4 and int8."""
+    bitsandbytes: Any = pytest.importorskip("bitsandbytes").nn
+    weight, bias = 0.05 * random(outputs, inputs, dtype=SIXTEEN), random(outputs, dtype=SIXTEEN)
+    made: Any
+    if kind == "nf4":
+        made = bitsandbytes.Linear4bit(
+            inputs, outputs, compute_dtype=SIXTEEN, compress_statistics=False, quant_type="nf4"
+        )
+        made.weight = bitsandbytes.Params4bit(
+            weight, requires_grad=False, compress_statistics=False, quant_type="nf4", module=made
+        )
+    elif kind == "int8":
+        made = bitsandbytes.Linear8bitLt(inputs, outputs, has_fp16_weights=False)
+        made.weight = bitsandbytes.Int8Params(weight, requires_grad=False)._quantize(weight.device)
+    else:
+        made = nn.Linear(inputs, outputs, dtype=SIXTEEN)
+        made.weight.data = weight
+    made.bias.data = bias
+    return made.to(DEVICE).eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["16 bits", "nf4", "int8"])
+def test_layers_that_read_the_same_input_are_one_product(kind: str) -> None:
+    """The layers still compute what they did, and joining them once more changes nothing."""
+    from adaptive.engines.cuda import kernels
+
+    torch.manual_seed(1)
+    layers, x = [layer(kind, 128, outputs) for outputs in (32, 16, 16)], random(3, 128, dtype=SIXTEEN)
+    before = torch.cat([one(x.clone()) for one in layers], 1) if DEVICE == "cuda" or kind == "16 bits" else None
+    first, second = product(layers, kernels), product(layers, kernels)
+    found = first(x)
+    assert torch.equal(second(x), found)
+    if before is not None:
+        gap = (found.float() - before.float()).norm() / before.float().norm()
+        assert float(gap) < (0.03 if kind == "int8" else 0.01)  # bitsandbytes rounds the input of int8 layers as well
+        assert torch.equal(torch.cat([one(x.clone()) for one in layers], 1), before)
+    places = {one.weight.untyped_storage().data_ptr() for one in layers}
+    assert len(places) == 1
+    assert product([layers[0]], kernels)(x).shape == (3, 32)
+    if kind != "16 bits":  # as an adapter beside a quantised layer
+        handle = layers[1].register_forward_hook(lambda module, given, output: output + given[0][:, :16])
+        expected = found.clone()
+        expected[:, 32:48] += x[:, :16]
+        assert torch.equal(first(x), expected)
+        handle.remove()
+        assert torch.equal(first(x), found)

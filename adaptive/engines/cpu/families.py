@@ -161,7 +161,9 @@ def _names(model: PreTrainedModel) -> dict[nn.Module, str]:
 
 
 def sliding_window(config: Any, layer: int) -> int:
-    """How many tokens a query of a layer sees, 0 for all."""
+    """How many tokens a query of a layer sees, 0 for all. Llama's attention does not read the setting."""
+    if config.model_type == "llama":
+        return 0
     window = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None)
     if kinds is None or config.model_type in ONE_WINDOW:

@@ -12,22 +12,29 @@ merge into both.
 from __future__ import annotations
 
 import importlib.util
+import logging
 from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
+from adaptive.devices import device_bytes
 from adaptive.engines.cpu.families import sliding_window
 from adaptive.engines.cpu.rotary import known_ropes
 from adaptive.engines.cuda import operations
 from adaptive.engines.cuda.linear import product
 
+logger = logging.getLogger("adaptive.engines")
+
 # Classes whose layers are: norm, attention, norm, gated feed-forward part.
 FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-# Dtypes and head sizes of the kernels.
-DTYPES = {torch.bfloat16, torch.float16, torch.float32}
+# The least compute capability of the kernels by dtype, and their head sizes.
+DTYPES = {torch.bfloat16: (8, 0), torch.float16: (7, 5), torch.float32: (7, 5)}
 HEAD_SIZES = {16, 32, 64, 128, 256}
+# Free memory without which matrices are not joined, as a share of the weights: the places of the single ones are often
+# too small for joined ones.
+JOINING = 0.3
 
 
 class Cache(Protocol):
@@ -52,12 +59,21 @@ def short_forward(model: PreTrainedModel) -> ShortForward | None:
         return None
     if next(iter(places)).type != "cuda":
         return ShortForward(model, operations)
-    size = model.model.layers[0].self_attn.head_dim
-    if importlib.util.find_spec("triton") is None or model.dtype not in DTYPES or size not in HEAD_SIZES:
+    size, least = model.model.layers[0].self_attn.head_dim, DTYPES.get(model.dtype)
+    if importlib.util.find_spec("triton") is None or least is None or size not in HEAD_SIZES:
+        return None
+    if torch.cuda.get_device_capability(model.device) < least:
+        return None
+    weights = sum(weight.nbytes for weight in model.parameters())
+    if device_bytes(str(model.device)) < JOINING * weights:
+        logger.warning("%s: too little memory is left to join its matrices", type(model).__name__)
         return None
     from adaptive.engines.cuda import kernels
 
-    return ShortForward(model, kernels)
+    try:
+        return ShortForward(model, kernels)
+    finally:
+        torch.cuda.empty_cache()  # of the matrices that were joined
 
 
 class Layer:

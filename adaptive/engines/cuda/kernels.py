@@ -20,8 +20,9 @@ STEP, ROWS, FEW_ROWS, LARGE = 1024, 4, 2, 2048
 # Rows of a quantised matrix that a program multiplies, and numbers of each row that it reads at once.
 NF4_ROWS, NF4_STEP = 16, 256
 INT8_ROWS, INT8_STEP = 32, 256
-# Keys of a step of attention. Rows of queries that a program holds at most: of all tokens and a key head's group.
-BLOCK, MOST_ROWS = 64, 64
+# Most keys of a step of attention, and their bytes, which must fit several times into a multiprocessor. Rows of queries
+# that a program holds at most: of all tokens and a key head's group.
+BLOCK, BLOCK_BYTES, MOST_ROWS = 64, 16384, 64
 # Programs into which attention is divided, over key heads and parts of the text: some four a multiprocessor.
 PROGRAMS, MOST_PARTS = 512, 32
 
@@ -240,11 +241,12 @@ def attend(
     parts = max(1, min(MOST_PARTS, triton.next_power_of_2(PROGRAMS // key_heads)))
     rows = count * heads // key_heads
     held = max(16, min(MOST_ROWS, triton.next_power_of_2(rows)))
+    block = max(16, min(BLOCK, BLOCK_BYTES // (size * keys.itemsize)))
     given: dict[str, Any] = {"dtype": torch.float32, "device": queries.device}
     sums, scores = torch.empty(parts, count * heads, size, **given), torch.empty(2, parts, count * heads, **given)
     _attend[(key_heads, parts, triton.cdiv(rows, held))](
         queries, keys, values, sums, scores, start, scale, capacity, count, heads, heads // key_heads,
-        window, size, held, BLOCK, parts, "ieee" if queries.dtype == torch.float32 else "tf32",
+        window, size, held, block, parts,
     )  # fmt: skip
     attended = torch.empty(count, heads * size, dtype=queries.dtype, device=queries.device)
     _join[(count * heads,)](sums, scores, attended, count * heads, size, parts, num_warps=1)
@@ -255,7 +257,6 @@ def attend(
 def _attend(  # type: ignore[no-untyped-def]
     queries, keys, values, sums, scores, start, scale, capacity, count, heads, group,
     WINDOW: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     key_head, part = tl.program_id(0), tl.program_id(1)
     before = tl.load(start).to(tl.int32)
@@ -277,7 +278,7 @@ def _attend(  # type: ignore[no-untyped-def]
         place = begin + tl.arange(0, BLOCK)
         inside = place < last
         key = tl.load(keys + here + place[None, :] * SIZE + numbers[:, None], mask=inside[None, :], other=0.0)
-        score = tl.dot(query, key, input_precision=PRECISION) * scale
+        score = tl.dot(query, key, input_precision="ieee") * scale
         behind = (before + token)[:, None] - place[None, :]
         seen = inside[None, :] & (behind >= 0)
         if WINDOW:
@@ -289,7 +290,7 @@ def _attend(  # type: ignore[no-untyped-def]
         keep = tl.exp(most - finite)
         value = tl.load(values + here + place[:, None] * SIZE + numbers[None, :], mask=inside[:, None], other=0.0)
         mass = mass * keep + tl.sum(weight, 1)
-        total = total * keep[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+        total = total * keep[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         most = higher
     at = part * count * heads + token * heads + head
     tl.store(sums + at[:, None] * SIZE + numbers[None, :], total, mask=there[:, None])

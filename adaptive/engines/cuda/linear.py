@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from adaptive.errors import first_line
+
 logger = logging.getLogger("adaptive.engines")
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -26,17 +28,32 @@ NF4_BLOCK = 64
 def product(layers: Sequence[Any], use: ModuleType) -> Product:
     """The product of an input (n, inputs) with the weights of ``layers``, one after the other: (n, all outputs).
     ``use`` has the operations. Layers in formats that it does not multiply are called."""
-    if all(type(layer) is nn.Linear for layer in layers):
+    if all(map(_is_plain, layers)):
         return _plain(layers, use)
-    quantised = _int8(layers, use) or _nf4(layers, use)
-    if quantised is None:
+    multiply = _int8(layers, use) or _nf4(layers, use)
+    if multiply is None:
         return lambda x: _called(layers, x)
-    multiply = quantised
-    # An adapter beside a quantised layer is a hook of the layer.
-    return lambda x: _called(layers, x) if any(layer._forward_hooks for layer in layers) else multiply(x)
+    return lambda x: _hooked(layers, x, multiply(x))
 
 
-def _called(layers: Sequence[Any], x: torch.Tensor) -> torch.Tensor:
+def _is_plain(layer: Any) -> bool:
+    """Whether a layer's output is x @ weight.T + bias, with a weight of numbers."""
+    linear = type(layer) is nn.Linear and "forward" not in vars(layer)
+    return linear and type(layer.weight) is nn.Parameter and not layer._forward_hooks
+
+
+def _hooked(layers: Sequence[Any], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``y`` with what the layers' hooks make of it: an adapter beside a quantised layer is a hook."""
+    if not any(layer._forward_hooks for layer in layers):
+        return y
+    parts = list(y.split([layer.out_features for layer in layers], dim=-1))
+    for number, layer in enumerate(layers):
+        for hook in layer._forward_hooks.values():
+            parts[number] = hook(layer, (x,), parts[number])
+    return torch.cat(parts, dim=-1)
+
+
+def _called(layers: Sequence[Product], x: torch.Tensor) -> torch.Tensor:
     parts = [layer(x) for layer in layers]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
@@ -62,39 +79,53 @@ def _nf4(layers: Sequence[Any], use: ModuleType) -> Product | None:
         y: torch.Tensor = use.nf4(x, packed, scales, code, bias)
         return y
 
+    if not packed.is_cuda:
+        return multiply  # interpreted: nothing to time
+
+    def theirs(x: torch.Tensor) -> torch.Tensor:
+        return _called([layer.forward for layer in layers], x)  # without hooks
+
     shape = inputs, len(packed), packed.device
     if shape not in _PAYS:
-        x = torch.ones(TRIED, inputs, dtype=layers[0].compute_dtype, device=packed.device)
-        ours, theirs = _seconds(lambda: multiply(x)), _seconds(lambda: _called(layers, x))
-        _PAYS[shape] = ours < theirs
-        logger.debug("nf4 %d x %d: %.0f us, bitsandbytes %.0f us", inputs, len(packed), ours * 1e6, theirs * 1e6)
-    return multiply if _PAYS[shape] else None
+        tried = [torch.ones(count, inputs, dtype=layers[0].compute_dtype, device=packed.device) for count in TRIED]
+        _PAYS[shape] = tuple(_seconds(multiply, x) < MARGIN * _seconds(theirs, x) for x in tried)
+        logger.debug("nf4, %d x %d: our kernel is faster: %s", inputs, len(packed), _PAYS[shape])
+    single, several = _PAYS[shape]
+    return lambda x: multiply(x) if (single if len(x) == 1 else several) else theirs(x)
 
 
-# Whether our kernel for nf4 is the faster one, by inputs, outputs and device; tried with TRIED tokens.
-_PAYS: dict[tuple[int, int, torch.device], bool] = {}
-TRIED, TIMES = 5, 5
+# Whether our kernel for nf4 is the faster one for one token and for several, by inputs, outputs and device: tried with
+# these numbers of tokens, TIMES times, and believed if it takes less than MARGIN of bitsandbytes' time.
+_PAYS: dict[tuple[int, int, torch.device], tuple[bool, ...]] = {}
+TRIED, TIMES, MARGIN = (1, 5), 5, 0.9
 
 
 @torch.inference_mode()
-def _seconds(call: Callable[[], object]) -> float:
-    """The least seconds of a call by the device's clock, replayed as a graph; infinite if it cannot be captured."""
-    call()
-    torch.cuda.synchronize()
-    graph, found = torch.cuda.CUDAGraph(), list[float]()
-    try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+def _seconds(call: Product, x: torch.Tensor) -> float:
+    """The least seconds of ``call(x)`` by the device's clock, replayed as a graph; infinite if it cannot be."""
+    found = list[float]()
+    with torch.cuda.device(x.device):
+        here, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            call(x)  # compiles kernels, and allocates
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                for _ in range(TIMES):
+                    call(x)
+            torch.cuda.set_stream(here)
             for _ in range(TIMES):
-                call()
-    except RuntimeError:
-        return math.inf
-    for _ in range(TIMES):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3 / TIMES)
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                found.append(begin.elapsed_time(end) / 1e3 / TIMES)
+        except Exception as error:  # Triton's compilers raise many kinds
+            logger.debug("a product in nf4 cannot be captured: %s", first_line(error))
+            return math.inf
+        finally:
+            torch.cuda.set_stream(here)  # a failed capture leaves its own stream current
     return min(found)
 
 

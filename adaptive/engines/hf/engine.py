@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from contextlib import nullcontext
@@ -46,7 +47,10 @@ from adaptive.engines.protocol import (
 )
 from adaptive.engines.threads import ThreadChoice
 from adaptive.engines.tree import NO_TREE
+from adaptive.errors import first_line
 from adaptive.tokens import Ids, Rows, as_tensor, moved
+
+logger = logging.getLogger("adaptive.engines")
 
 # Tokens in one pass of a long prompt. Too high: attention scores need more memory, and ctrl-C takes effect later. Too
 # low: the weights are read more often.
@@ -282,7 +286,11 @@ class TransformersEngine:
         recordings do not support."""
         if self.undraftable is not None or self.recurrent:
             return
-        self.short = short_forward(self.model) if self._features.norm is not None else None
+        try:
+            self.short = short_forward(self.model) if self._features.norm is not None else None
+        except Exception as error:  # no memory, or a compiler's, which raises many kinds
+            logger.warning("%s: short passes are its own: %s", type(self.model).__name__, first_line(error))
+            self.short = None
         if self.short is not None:
             self.short.layers_read = self._features.layers
         elif any(weight.dtype == torch.int8 for weight in self.model.parameters()):

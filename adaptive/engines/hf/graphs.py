@@ -149,16 +149,30 @@ class RecordedPasses:
         try:
             self._lend(cache, min(keys, max(SIZES[-1] + LEAD, self.engine.context_length)))
         except (AdaptiveError, RuntimeError) as error:  # no memory: eager passes need only that of the text
-            logger.warning("--cuda-graphs: %s stays eager in this answer: %s", self._name, first_line(error))
+            self._eager_now(error)
             return
         assert self._stage is not None
         if chooser is not None:
             self._choosers = [*(one for one in self._choosers if one is not chooser), chooser][-CHOOSERS:]
         self.recordings = {which: one for which, one in self.recordings.items() if self._keeps(which)}
-        for size in SIZES if chooser is None else CHOSEN:
-            which = Which(size, min(keys, self._stage.capacity), self._hooks, chooser)
-            if which not in self.recordings and self.problem is None:
-                self._record(which, cache)
+        forward: ShortForward | None
+        while True:
+            forward = self.engine.short
+            # Our forward reads only the keys that are there, however many a recording may read.
+            most = self._stage.capacity if forward is not None else min(keys, self._stage.capacity)
+            for size in SIZES if chooser is None else CHOSEN:
+                which = Which(size, most, self._hooks, chooser)
+                if which not in self.recordings and self.problem is None:
+                    try:
+                        self._record(which, cache)
+                    except torch.OutOfMemoryError as error:  # what is recorded stays
+                        self._eager_now(error)
+                        return
+            if forward is self.engine.short:
+                return
+
+    def _eager_now(self, error: Exception) -> None:
+        logger.warning("--cuda-graphs: %s stays eager in this answer: %s", self._name, first_line(error))
 
     def _keeps(self, which: Which) -> bool:
         """Whether a recording may be used again."""
@@ -198,8 +212,8 @@ class RecordedPasses:
         self.engine.eager(self._tokens(LEAD), 1, cache)
 
     def _record(self, which: Which, cache: RollbackCache) -> None:
-        """Record a pass, and keep it if its logits after the held tokens are those of the eager pass; otherwise set
-        ``problem``. The cache's length stays."""
+        """Record a pass, and keep it if its logits after the held tokens are those of the eager pass. Otherwise drop
+        our forward, or set ``problem`` if it was the model's own. The cache's length stays."""
         held = cache.length
         if held + which.size > min(which.keys, self.engine.context_length):
             return
@@ -214,7 +228,7 @@ class RecordedPasses:
             cache.rollback(held)
 
     def _prove(self, which: Which, cache: RollbackCache, tokens: torch.Tensor, expected: torch.Tensor) -> None:
-        chooser, start, same = which.chooser, cache.length, True
+        chooser, same = which.chooser, True
         try:
             recorded = RecordedPass(self.engine, cache, which, self._pool, self._stream)
             if chooser is not None:
@@ -224,8 +238,10 @@ class RecordedPasses:
             apart = (found - expected).masked_fill(never & (found == -torch.inf), 0.0)
             gap = float(apart.norm() / expected.masked_fill(never, 0.0).norm())
             same = chooser is None or _chooses_alike(chooser, found[-1:])
-        except (RuntimeError, NotImplementedError) as error:
-            self.problem = first_line(error)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # Triton's compilers raise many kinds
+            self.problem = f"{type(error).__name__}: {first_line(error)}"
         else:
             if gap < NEAR and same:
                 self.recordings[which] = self._newest = recorded
@@ -238,8 +254,6 @@ class RecordedPasses:
         logger.warning("--cuda-graphs: %s is recorded by its own forward: %s", self._name, self.problem)
         self.engine.short = self.problem = None
         self.recordings.clear()
-        cache.rollback(start)
-        self._prove(which, cache, tokens, expected)
 
 
 def _chooses_alike(chooser: Chooser, logits: torch.Tensor) -> bool:
