@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ from adaptive.types import Generation, Message, Round, SamplingParams, StopParam
 class Question:
     """A request to an assistant: a ``prompt`` of token ids, which came from ``messages`` or from a raw ``text``.
 
-    The other fields are as in ``Assistant.answer``.
+    ``forgotten`` is set, on any thread, if nothing may be recorded after all: the prompt holds a deleted answer. The
+    other fields are as in ``Assistant.answer``.
     """
 
     prompt: list[int]
@@ -37,6 +39,7 @@ class Question:
     goes_on: bool = False
     grammar: Grammar | None = None
     marks: Mapping[int, str] | None = None
+    forgotten: threading.Event = field(default_factory=threading.Event, compare=False)
 
 
 @dataclass(eq=False)
@@ -53,12 +56,17 @@ class Answering:
     session: str
     sampling: SamplingParams
     adapter: str | None
-    record: bool
+    recorded: bool
     created: float = field(default_factory=time.time)
     drafted_by: list[tuple[str | None, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.drafted_by.append((self.adapter, 0))
+
+    @property
+    def record(self) -> bool:
+        """Whether it is logged at its end."""
+        return self.recorded and not self.question.forgotten.is_set()
 
     def swapped(self, adapter: str | None) -> None:
         """Another adapter drafts from now on."""

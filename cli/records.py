@@ -94,7 +94,10 @@ def export(
 def purge(
     settings: Settings,
     older_than: Annotated[Optional[str], typer.Option(help="Delete what is older, say 30d, 12h or 2w.")] = None,
-    session: Annotated[Optional[str], typer.Option(help="Delete one session.")] = None,
+    session: Annotated[
+        Optional[str],
+        typer.Option(help="Delete one session, and the answers of other sessions that continue its chats."),
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Delete the whole log.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
@@ -129,14 +132,15 @@ def purge(
             )
         if chosen and not yes:
             typer.confirm(f"Delete {what} for good?", abort=True, err=True)
-        # Also if nothing is chosen: an earlier purge that met a reader has left traces to erase.
-        deleted = log.purge(older_than_s=age, session=session, everything=everything)
+        try:  # also if nothing is chosen: an earlier purge that met a reader has left traces to erase
+            deleted = log.purge(older_than_s=age, session=session, everything=everything)
+        finally:  # also if the log's file could not be rewritten: its records are deleted
+            gone = erase_beside(state, everything)
         try:
             left = f"{log.count()} stay, {_bytes(log.stats().size)} on disk"
         except AdaptiveError as error:
             left = str(error)
         print(f"deleted {counted(deleted, 'generation')}; {left}")
-    gone = erase_beside(state, everything)
     if gone:
         print(f"deleted with them: {', '.join(gone)}")
 

@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import signal
+import sqlite3
 import stat
 import time
 from pathlib import Path
@@ -16,9 +17,11 @@ import pytest
 from records_factory import generation, start
 from test_records_durability import locked
 
+from adaptive.records import features
 from adaptive.records.erase import erase_beside
 from adaptive.records.features import LONGEST, Features, FeatureSpool, tokens_hash
 from adaptive.records.log import Log
+from adaptive.records.recover import overwrite_and_remove
 from adaptive.records.retention import Keep
 from adaptive.records.schema import connect
 from adaptive.records.writer import LogWriter, WriterState
@@ -34,12 +37,12 @@ def states(number: int, tokens: int = 7, width: int = 96) -> np.ndarray:
     return rng.standard_normal((tokens, width)).astype(np.float32)
 
 
-def filled(path: Path, count: int, limit: int = GIGABYTE, keep: Keep | None = None) -> FeatureSpool:
+def filled(path: Path, count: int, limit: int = GIGABYTE, created: float | None = None) -> FeatureSpool:
     """The spool of a log of ``count`` records with features."""
     spool = FeatureSpool(path.parent / "features", limit)
-    with LogWriter(path, spool=spool, keep=keep) as writer:
+    with LogWriter(path, spool=spool) as writer:
         for number in range(1, count + 1):
-            writer.write(generation(number), Features.of(states(number)))
+            writer.write(generation(number, created=created), Features.of(states(number)))
         assert writer.flush()
     return spool
 
@@ -141,10 +144,10 @@ def test_a_purge_takes_the_features_of_what_it_deletes(tmp_path: Path) -> None:
 
 
 def test_retention_takes_features_too(tmp_path: Path) -> None:
-    days = (time.time() - generation(4).created) / 86400
-    spool = filled(tmp_path / "records.db", 3)
+    created = time.time() - 86400 * 10
+    spool = filled(tmp_path / "records.db", 3, created=created)
     assert spool.ids() == [1, 2, 3]
-    with LogWriter(tmp_path / "records.db", spool=spool, keep=Keep(days=days)) as writer:
+    with LogWriter(tmp_path / "records.db", spool=spool, keep=Keep(days=9)) as writer:
         writer.write(generation(9, created=time.time()), Features.of(states(9)))
         assert writer.flush()
     assert spool.ids() == [4]
@@ -194,6 +197,67 @@ def test_features_that_wait_are_dropped_before_any_text_is(tmp_path: Path) -> No
     with Log(path) as log:
         assert log.count() == 7
     assert len(spool.ids()) <= 2
+
+
+def test_others_can_write_while_the_features_of_deleted_records_are_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "records.db"
+    spool = filled(path, 5)
+    overwritten: list[Path] = []
+
+    def overwrite(file: Path) -> None:
+        with contextlib.closing(sqlite3.connect(path, timeout=0.1)) as other, other:
+            other.execute("UPDATE generations SET domain = 'other'")
+        overwrite_and_remove(file)
+        overwritten.append(file)
+
+    monkeypatch.setattr(features, "overwrite_and_remove", overwrite)
+    with contextlib.closing(connect(path)) as connection:
+        connection.execute("DELETE FROM generations WHERE id != 3")
+        assert spool.sweep(connection) == 4
+        assert spool.sweep(connection) == 0
+    assert len(overwritten) == 4
+    assert [file.name for file in spool.folder.iterdir()] == ["3.safetensors"]
+
+
+# Is killed when it has overwritten the features of two of the deleted records.
+KILLED_IN_A_SWEEP = """
+import os, signal, sys
+from pathlib import Path
+from adaptive.records import features
+from adaptive.records.schema import connect
+path, overwrite, done = Path(sys.argv[1]), features.overwrite_and_remove, []
+def overwrite_two(file):
+    if len(done) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    overwrite(file)
+    done.append(file)
+features.overwrite_and_remove = overwrite_two
+features.FeatureSpool(path.parent / "features", 10**9).sweep(connect(path))
+"""
+
+
+@posix
+@pytest.mark.parametrize("everything", [False, True])
+def test_what_a_killed_sweep_left_is_overwritten_by_the_next(tmp_path: Path, everything: bool) -> None:
+    path = tmp_path / "records.db"
+    spool = filled(path, 6)
+    for number in range(1, 7):  # keeps the data readable after the file is unlinked
+        os.link(spool.folder / f"{number}.safetensors", tmp_path / f"again{number}")
+    with contextlib.closing(connect(path)) as connection:
+        connection.execute("DELETE FROM generations WHERE id != 3")
+        process = start(KILLED_IN_A_SWEEP, path)
+        assert process.wait() == -signal.SIGKILL
+        assert spool.ids() == [3]
+        assert len(list(spool.folder.iterdir())) == 1 + 3
+        if everything:
+            spool.erase()
+        else:
+            assert spool.sweep(connection) == 0
+    left = {file.name for file in tmp_path.glob("again*") if file.read_bytes().strip(b"\0")}
+    assert left == (set() if everything else {"again3"})
+    assert [file.name for file in spool.folder.iterdir()] == ([] if everything else ["3.safetensors"])
 
 
 WRITES_FOREVER = """

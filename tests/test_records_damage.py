@@ -15,6 +15,9 @@ import pytest
 from conftest import Command
 from records_factory import generation, same
 
+from adaptive.errors import AdaptiveError
+from adaptive.records import check as checking
+from adaptive.records.check import Repairs, check, repair
 from adaptive.records.log import Log
 from adaptive.records.recover import open_for_writing
 from adaptive.records.schema import connect
@@ -101,6 +104,36 @@ def test_what_is_damaged_is_named_and_repaired(path: Path, adaptive: Command) ->
     assert set(now) == set(range(1, COUNT + 1)) - {8}
     assert now[7].supervision is None
     assert now[7].text == said(7).text
+
+
+def test_a_repair_keeps_the_text_where_the_name_of_a_drafter_is_damaged_too(path: Path) -> None:
+    damage_column(path, 7, "supervision")
+    connection = connect(path)
+    connection.execute("UPDATE rounds SET drafter = CAST(x'ff6d' AS TEXT) WHERE generation = 7 AND idx = 0")
+    connection.close()
+    found = check(path)
+    assert list(found.damaged) == [7]
+    assert repair(path, found) == Repairs(mended=1, deleted=0, file=None)
+    now = whole(path)
+    assert set(now) == set(range(1, COUNT + 1))
+    assert now[7].text == said(7).text
+
+
+def test_a_repair_deletes_nothing_when_a_record_cannot_be_read_at_the_moment(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage_column(path, 7, "supervision")
+
+    def interrupted(place: Path) -> sqlite3.Connection:
+        connection = connect(place)
+        connection.set_trace_callback(lambda sql: connection.interrupt() if sql.startswith("SELECT id, ") else None)
+        return connection
+
+    monkeypatch.setattr(checking, "connect", interrupted)
+    with pytest.raises(AdaptiveError, match="cannot be repaired now"):
+        repair(path, check(path))
+    monkeypatch.undo()
+    assert repair(path, check(path)) == Repairs(mended=1, deleted=0, file=None)
 
 
 def test_an_export_leaves_damaged_records_out_and_says_so(path: Path, adaptive: Command, tmp_path: Path) -> None:

@@ -10,12 +10,20 @@ from records_factory import DEFAULT_ROUNDS, generation
 
 from adaptive.records import figures as columns
 from adaptive.records import schema
-from adaptive.records.drafters import DrafterFigures
+from adaptive.records.drafters import BLOCK, DrafterFigures
 from adaptive.records.figures import GenerationFigures
 from adaptive.records.history import KEYS, grouped, history, series, swaps
 from adaptive.records.log import Log
-from adaptive.records.schema import MIGRATIONS, connect, sum_up_generations, tell_drafters_apart
-from adaptive.records.stats import RoundCount, acceptance_by_position, by_drafter, count_rounds, speculative_stats
+from adaptive.records.rows import insert
+from adaptive.records.schema import MIGRATIONS, connect, sum_up_generations, tell_drafters_apart, transaction
+from adaptive.records.stats import (
+    Drafted,
+    RoundCount,
+    acceptance_by_position,
+    by_drafter,
+    count_rounds,
+    speculative_stats,
+)
 from adaptive.records.writer import LogWriter
 from adaptive.service.overview import Past
 from adaptive.state import PairState
@@ -146,6 +154,25 @@ def test_what_drafters_did_is_summed_up_anew_only_where_records_were_deleted(tmp
     read(first)
 
 
+def test_after_a_deletion_only_the_rounds_of_its_block_are_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "records.db"
+    connection = connect(path)
+    with transaction(connection):
+        for number in range(1, 4 * BLOCK):
+            insert(connection, generation(number, rounds=rounds((4, 1)), tokens=2, supervised=False))
+    with Log(path) as log:
+        known = log.drafter_figures()
+        assert known.drafters == {"model": Drafted(4 * BLOCK - 1, 4 * (4 * BLOCK - 1), 4 * BLOCK - 1)}
+        connection.execute("UPDATE rounds SET accepted = 2")
+        connection.execute("DELETE FROM generations WHERE id = ?", (2 * BLOCK + 5,))
+        found = log.drafter_figures(known)
+        assert found.drafters["model"] == Drafted(4 * BLOCK - 2, 4 * (4 * BLOCK - 2), 3 * BLOCK - 1 + 2 * (BLOCK - 1))
+        connection.execute("DELETE FROM generations WHERE id < ?", (BLOCK + 1,))
+        connection.execute("DELETE FROM generations WHERE id >= ?", (3 * BLOCK,))
+        assert log.drafter_figures(found) == log.drafter_figures()
+    connection.close()
+
+
 def test_the_dashboard_reads_rounds_once(tmp_path: Path) -> None:
     state = PairState(tmp_path)
     past = Past(state, AdapterStore(state.adapters))
@@ -261,11 +288,18 @@ def test_a_point_of_the_series_never_mixes_two_adapters() -> None:
     assert (swap.generation, swap.before, swap.after) == (6, None, "0001")
 
 
+def test_what_another_server_answered_is_no_change_of_adapter_but_has_a_speed() -> None:
+    said = [figures(1, "0001", (2, 2)), figures(2, seconds=0.1), figures(3, "0001", (2, 1)), figures(4, "0002", (2, 1))]
+    assert [(swap.generation, swap.before, swap.after) for swap in swaps(said)] == [(4, "0001", "0002")]
+    assert [point.adapter for point in series(said)] == ["0001", None, "0001", "0002"]
+    assert history(said).latest.generations == 4
+
+
 def test_the_log_gives_the_same_figures_as_the_rounds_themselves(tmp_path: Path) -> None:
     said = [
         generation(0, session="a", rounds=rounds((4, 4), (4, 0), (2, 1)), tokens=8, seconds=0.7),
         generation(1, session="b", rounds=rounds((4, 3), (0, 0)), adapter="0001", tokens=5, seconds=0.4),
-        generation(2, session="b", rounds=(), tokens=1, seconds=0.0),
+        generation(2, session="b", rounds=rounds((0, 0)), tokens=1, seconds=0.0),
     ]
     with LogWriter(tmp_path / "records.db") as writer:
         for g in said:

@@ -47,6 +47,16 @@ def test_a_generation_comes_back_bit_for_bit(path: Path) -> None:
     assert all(same(a, b.generation) for a, b in zip(said, back, strict=True))
 
 
+def test_figures_are_written_by_the_names_of_their_columns(path: Path) -> None:
+    connection = connect(path)
+    (made,) = connection.execute("SELECT sql FROM sqlite_master WHERE name = 'figures'").fetchone()
+    connection.execute("DROP TABLE figures")
+    connection.execute(made.replace(", own BLOB)", ")").replace("session TEXT", "own BLOB, session TEXT"))
+    connection.close()
+    filled(path, [generation(1)])
+    assert len(Log(path).figures()) == 1
+
+
 def test_text_that_utf8_cannot_hold_is_logged_with_a_mark(path: Path) -> None:
     filled(path, [generation(text="bad \udcff byte", asked="\ud800?")])
     (back,) = Log(path).generations()
@@ -239,15 +249,15 @@ def test_an_answer_is_deleted_with_the_later_chats_that_hold_it(path: Path) -> N
         (second, "c"),
         (first, "another answer to it"),
         ((*second, Message("assistant", "c"), asked("d?")), "d"),
-        ((*first, Message("assistant", "a"), asked("and c?")), "c"),
+        ((*first, Message("assistant", "another answer to it"), asked("and c?")), "c"),
     )
     said = [replace(generation(text=text), messages=messages) for messages, text in chats]
     filled(path, [*said, generation(raw=True, text="c")])
     with Log(path) as log:
-        assert log.holders(1) == (2, 4)
-        assert log.holders(2) == (4,)
-        assert log.holders(6) == log.holders(99) == ()
-        assert log.purge(ids={1, *log.holders(1)}) == 3
+        assert log.holders([1]) == log.holders([1, 3, 5]) == (2, 4)
+        assert log.holders([2]) == (4,)
+        assert log.holders([6]) == log.holders([99]) == log.holders([]) == ()
+        assert log.purge(ids={1, *log.holders([1])}) == 3
         assert [one.id for one in log.generations()] == [3, 5, 6]
         assert log.purge(ids=()) == 0
 
@@ -268,7 +278,7 @@ def test_an_answer_that_was_continued_is_one_message_of_the_chat_and_is_deleted_
     )
     filled(path, [replace(generation(session="s", text=text), messages=messages) for messages, text in chats])
     with Log(path) as log:
-        assert [log.holders(number) for number in (1, 2, 3, 4, 5)] == [(2, 3, 4), (3, 4), (4,), (), (6,)]
+        assert [log.holders([number]) for number in (1, 2, 3, 4, 5)] == [(2, 3, 4), (3, 4), (4,), (), (6,)]
         assert log.purge(ids={4, 5, 6}) == 3
         assert log.session_messages("s") == chat("what?", "ABC")
         export_jsonl(log, path.parent / "log.jsonl")

@@ -14,11 +14,12 @@ from conftest import BUNDLED
 from records_factory import generation, same
 
 from adaptive.errors import AdaptiveError
+from adaptive.records.history import History, history
 from adaptive.records.log import Log
 from adaptive.records.merge import Merged, merge
 from adaptive.records.writer import LogWriter
 from adaptive.state import PairState, open_state
-from adaptive.types import Generation
+from adaptive.types import Generation, Timings
 
 TEXTS: dict[tuple[int, ...], str] = {}
 
@@ -64,7 +65,8 @@ def test_three_logs_become_one_in_order_of_time_and_each_record_is_there_once(tm
     found = read(state)
     assert [one.created for one in found] == sorted(one.created for one in everything)
     for one, other in zip(found[5:], everything[5:], strict=True):
-        assert same(one, dataclasses.replace(other, rounds=(), adapter=None))
+        timings = dataclasses.replace(other.timings, prompt_s=0.0, predicted_s=0.0)
+        assert same(one, dataclasses.replace(other, rounds=(), adapter=None, timings=timings))
     assert [hashlib.sha256(path.read_bytes()).digest() for path in logs] == before
     assert merge(state, logs, decode) == Merged(0, 170, 0)
     assert len(read(state)) == 140
@@ -94,6 +96,40 @@ def test_what_another_draft_did_elsewhere_does_not_count_here(tmp_path: Path, st
     assert one.adapter is None
     assert one.rounds == ()
     assert one.supervision is not None
+
+
+def test_the_history_of_speed_and_adapters_is_the_same_before_and_after_an_import(
+    tmp_path: Path, state: PairState
+) -> None:
+    def found() -> History:
+        with Log(state.records) as log:
+            return history(log.figures(), "adapter")
+
+    def here(*numbers: int) -> None:
+        write(state.records, *(said(n, adapter="0007", timings=Timings(3, 0, 0.1, 5, 0.4)) for n in numbers))
+
+    theirs = [said(n, adapter="0003", timings=Timings(3, 0, 0.1, 5, 0.04, 0.05)) for n in range(10, 40)]
+    here(*range(6))
+    before = found()
+    merge(state, [write(tmp_path / "a.db", *theirs)], decode)
+    after = found()
+    assert (after.totals.generations, after.totals.tokens) == (36, 180)
+    for name in ("tokens_per_second", "expected_tokens_per_second", "mean_draft_length", "tokens_per_round"):
+        assert getattr(after.totals, name) == getattr(before.totals, name)
+    assert (after.swaps, after.series, after.latest) == ((), before.series, before.latest)
+    assert [(row.key, row.tokens_per_second) for row in after.rows] == [("0007", 10.0), ("no draft", None)]
+    here(6, 7)
+    assert (found().swaps, found().latest.generations, found().totals.tokens_per_second) == ((), 8, 10.0)
+    assert sum(point.generations for point in found().series) == 8
+    assert merge(state, [tmp_path / "a.db"], decode) == Merged(0, 30, 0)
+
+
+def test_a_log_of_imported_records_only_has_no_speed(tmp_path: Path, state: PairState) -> None:
+    merge(state, [write(tmp_path / "a.db", said(1), said(2))], decode)
+    with Log(state.records) as log:
+        found = history(log.figures())
+    assert (found.totals.generations, found.totals.tokens_per_second) == (2, None)
+    assert (found.latest.generations, found.series, found.swaps) == (0, (), ())
 
 
 def test_ids_go_on_behind_those_that_adapters_name(tmp_path: Path, state: PairState) -> None:

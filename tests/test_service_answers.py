@@ -6,8 +6,11 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sqlite3
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +108,13 @@ def test_a_forgotten_answer_is_nowhere_and_what_holds_it_goes_with_it(server: Se
     shown = http.get("/adaptive/answers?limit=3").json()["answers"]
     assert [one["session"] for one in shown] == ["colours", "greeting", "greeting"]
     last, number = (one["id"] for one in shown[1:])
-    assert http.get(f"/adaptive/answers/{number}").json()["held_by"] == [last]
+    assert http.get(f"/adaptive/answers/{number}/holders").json() == {"held_by": [last]}
     assert secret.encode() in on_disk(server.home)
 
     assert http.delete(f"/adaptive/answers/{number}").json() == {"deleted": 2}
     assert secret.encode() not in on_disk(server.home)
     assert http.get(f"/adaptive/answers/{number}").status_code == 404
+    assert http.get(f"/adaptive/answers/{number}/holders").status_code == 404
     assert http.delete(f"/adaptive/answers/{number}").status_code == 404
     assert http.get("/adaptive/answers").json()["answers"][0]["session"] == "colours"
     deadline = time.monotonic() + 30
@@ -128,6 +132,81 @@ def test_a_session_is_forgotten_by_its_name(http: httpx.Client) -> None:
     assert http.delete(path).json() == {"deleted": 2}
     assert http.get(path).json() == {"answers": 0}
     assert all(one["session"] != name for one in http.get("/adaptive/answers").json()["answers"])
+
+
+def test_a_session_takes_the_turns_of_its_chat_with_it_that_have_another_name(
+    server: Server, http: httpx.Client
+) -> None:
+    secret = "Aurelian-Vandermeer-4712"
+    first = chat(http, f"My name is {secret}. Greet me.", session="a1")
+    chat(http, f"My name is {secret}. Greet me.", f" {text_of(first).strip()} ", "Again!", session="b2")
+    chat(http, "Name three colours.", session="b2")
+    assert http.get("/adaptive/sessions/a1").json() == {"answers": 2}
+    assert http.delete("/adaptive/sessions/a1").json() == {"deleted": 2}
+    assert secret.encode() not in on_disk(server.home)
+    assert http.get("/adaptive/sessions/b2").json() == {"answers": 1}
+
+
+@pytest.mark.parametrize("whole_session", [False, True])
+def test_an_answer_in_progress_does_not_bring_a_forgotten_one_back(
+    server: Server, http: httpx.Client, whole_session: bool
+) -> None:
+    secret = f"Aurelian-Vandermeer-{whole_session}"
+    asked = {"role": "user", "content": f"My name is {secret}. Greet me."}
+    first = chat(http, asked["content"], session="greeting")
+    number = http.get("/adaptive/answers?limit=1").json()["answers"][0]["id"]
+    said = [asked, {"role": "assistant", "content": text_of(first)}, {"role": "user", "content": "Again!"}]
+    path = "/adaptive/sessions/greeting" if whole_session else f"/adaptive/answers/{number}"
+
+    def ask(client: httpx.Client, messages: list[dict[str, str]], name: str) -> None:
+        body = {"messages": messages, "max_tokens": 500, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/chat/completions", json=body, headers={"X-Session-Id": name}) as stream:
+            for line in stream.iter_lines():
+                if line.startswith("data: {"):
+                    begun.release()
+
+    begun = threading.Semaphore(0)
+    requests = [(said, "turn"), ([{"role": "user", "content": "Else?"}], "greeting"), (said[-1:], "other")]
+    requests += reversed(requests)
+    with server.http() as client, ThreadPoolExecutor(len(requests)) as threads:  # four are answered, two wait
+        answers = [threads.submit(ask, client, *request) for request in requests]
+        assert begun.acquire(timeout=30)
+        deadline = time.monotonic() + 30
+        while not http.get("/slots").json()[0]["waiting"] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert http.delete(path).status_code == 200
+        assert not any(answer.done() for answer in answers)
+        for answer in answers:
+            answer.result()
+    assert secret.encode() not in on_disk(server.home)
+    named = [one["session"] for one in http.get("/adaptive/answers?limit=4").json()["answers"]]
+    expected = ["other"] * 2 if whole_session else ["greeting", "greeting", "other", "other"]
+    assert sorted(named[: len(expected)]) == expected
+    assert whole_session or http.delete("/adaptive/sessions/greeting").json() == {"deleted": 2}
+
+
+@pytest.mark.thorough
+def test_a_deletion_that_meets_a_reader_is_finished_by_the_next_one(server: Server, http: httpx.Client) -> None:
+    chat(http, "What is it?", session="read")
+    number = http.get("/adaptive/answers?limit=1").json()["answers"][0]["id"]
+    beside = [server.records.parent / name for name in (f"features/{number}.safetensors", "caches/1")]
+    for file in beside:
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"what was said")
+    reader = sqlite3.connect(server.records, isolation_level=None)
+    reader.execute("BEGIN")
+    reader.execute("SELECT * FROM generations").fetchone()
+    refused = http.delete(f"/adaptive/answers/{number}")
+    assert (refused.status_code, "then purge again" in refused.text) == (400, True)
+    assert not any(file.exists() for file in beside)
+    wal = server.records.with_name("records.db-wal")
+    assert wal.stat().st_size
+    reader.execute("COMMIT")
+    assert http.get(f"/adaptive/answers/{number}/holders").json() == {"held_by": []}
+    assert http.delete(f"/adaptive/answers/{number}").json() == {"deleted": 0}
+    assert wal.stat().st_size == 0
+    assert http.delete(f"/adaptive/answers/{number}").status_code == 404
+    reader.close()
 
 
 def test_answers_come_page_by_page(http: httpx.Client) -> None:

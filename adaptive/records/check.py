@@ -15,8 +15,8 @@ from pathlib import Path
 from adaptive.errors import AdaptiveError
 from adaptive.records.log import Log
 from adaptive.records.recover import examine, recover
-from adaptive.records.rows import COLUMNS, insert, mended, read_rows, select_columns
-from adaptive.records.schema import connect, transaction
+from adaptive.records.rows import COLUMNS, insert, mended, read_rows, readable, select_columns
+from adaptive.records.schema import connect, is_damage, transaction
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ def repair(path: Path, found: Findings) -> Repairs:
     if found.file is not None:
         return Repairs(0, 0, recover(path))
     connection = connect(path)
+    connection.text_factory = readable
     try:
         with transaction(connection):
             kept = _mend(connection, found.damaged)
@@ -69,15 +70,17 @@ def repair(path: Path, found: Findings) -> Repairs:
 
 
 def _mend(connection: sqlite3.Connection, damaged: Iterable[int]) -> int:
-    """Replace each of these records by its intact parts, or delete it. Returns how many had intact parts."""
+    """Replace each of these records by its intact parts, or delete it. Returns how many had intact parts. Raises
+    sqlite3.Error if a record cannot be read or written now."""
     kept = 0
     for number in damaged:
         generation = None
         try:
             for row, rounds in read_rows(connection, select_columns(True), [number]):
                 generation = mended(dict(zip(("id", *COLUMNS), row, strict=True)), rounds)
-        except sqlite3.DatabaseError:
-            pass  # the record's text is not UTF-8, or its pages are unreadable
+        except sqlite3.DatabaseError as error:
+            if not is_damage(error):  # the record may be intact
+                raise
         connection.execute("DELETE FROM generations WHERE id = ?", (number,))
         if generation is not None:
             insert(connection, generation, number)

@@ -1,9 +1,9 @@
 """Deletes records so that no trace of them stays in the log's file, its WAL or a temporary copy.
 
 A DELETE alone leaves old bytes in the WAL, in freed pages and, after SQLite has moved rows between
-pages, in the slack of pages still in use. So the module deletes with ``secure_delete`` on (``schema.connect``),
-rewrites the file with VACUUM, then empties the WAL. Freed blocks that the disk itself keeps are out of this
-program's reach.
+pages, in the slack of pages still in use. So the module deletes with ``secure_delete`` on (``schema.connect``), in
+batches that each reuse the WAL, rewrites the file with VACUUM, then empties the WAL. Freed blocks that the disk itself
+keeps are out of this program's reach.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from adaptive.errors import AdaptiveError
+from adaptive.printable import counted
 from adaptive.records.features import FeatureSpool
 from adaptive.records.recover import set_aside_logs
-from adaptive.records.schema import connect, transaction
+from adaptive.records.retention import BATCH
+from adaptive.records.schema import DiskFullError, connect, is_disk_full, transaction
 from adaptive.state import PairState
 from checkpoints import files
 
@@ -41,20 +43,50 @@ def selection(
 
 
 def delete(connection: sqlite3.Connection, where: str, values: tuple[object, ...]) -> int:
-    """Delete the chosen generations and, by the cascade, their rounds. Returns how many generations."""
-    with transaction(connection):
-        return connection.execute(f"DELETE FROM generations WHERE {where}", values).rowcount
+    """Delete the chosen generations and, by the cascade, their rounds. Returns how many generations.
+
+    They are deleted in batches, so that other processes can write between two of them. Before each batch the WAL is
+    copied into the file. While no other program reads, its space is then reused, so it grows by one batch only. Raises
+    DiskFullError, whose text says how many are left, if the disk has no room for that; sqlite3.Error.
+    """
+    ids = [row[0] for row in connection.execute(f"SELECT id FROM generations WHERE {where}", values).fetchall()]
+    deleted = 0
+    try:
+        for first in range(0, len(ids), BATCH):
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            chosen = json.dumps(ids[first : first + BATCH])
+            with transaction(connection):
+                cursor = connection.execute(
+                    "DELETE FROM generations WHERE id IN (SELECT value FROM json_each(?))", (chosen,)
+                )
+            deleted += cursor.rowcount
+    except sqlite3.OperationalError as error:
+        if not is_disk_full(_path(connection), error):
+            raise
+        with contextlib.suppress(sqlite3.Error):
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        raise DiskFullError(
+            f"{counted(len(ids) - deleted, 'record')} cannot be deleted: the disk is full; free disk space, then purge "
+            "again"
+        ) from error
+    return deleted
+
+
+def _path(connection: sqlite3.Connection) -> Path:
+    return Path(connection.execute("SELECT file FROM pragma_database_list WHERE name = 'main'").fetchone()[0])
 
 
 def shrink(connection: sqlite3.Connection, path: Path) -> None:
-    """Rewrite the file without its free pages and empty the WAL.
+    """Rewrite the file without its free pages and empty the WAL, even if the file cannot be rewritten.
 
     Raises AdaptiveError, whose text names the remaining steps, if the disk has no room or another program reads.
     """
     try:
-        with _temporary_files_in(path.parent):
-            connection.execute("VACUUM")
-        busy = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        try:
+            with _temporary_files_in(path.parent):
+                connection.execute("VACUUM")
+        finally:  # the WAL may hold the text of deleted records
+            busy = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
     except sqlite3.OperationalError as error:
         raise AdaptiveError(
             f"records are deleted, but {path} could not be rewritten ({error}); "

@@ -1,12 +1,15 @@
 """Exports the log for other programs: JSON lines of chat messages, and Parquet through ``datasets``.
 
-A file appears complete (0600) or not at all; nothing is left in a cache of ``datasets``.
+A file appears complete (0600) or not at all; nothing is left in a cache of ``datasets``. What a killed export leaves
+beside its file is removed by the next export into the same folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +21,9 @@ from adaptive.errors import AdaptiveError
 from adaptive.records.log import Log, LoggedGeneration
 from adaptive.records.rows import answered
 from adaptive.types import Message
+
+# Beginning of the name of the private folder that holds the unfinished files of an export.
+UNFINISHED = ".adaptive-export-"
 
 
 def export_jsonl(log: Log, file: Path | IO[str]) -> int:
@@ -45,14 +51,16 @@ def export_parquet(log: Log, file: Path, with_supervision: bool = False) -> int:
     bars = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
-        # from_generator first writes an Arrow file. It holds private text, so it goes into a folder (0700) beside the
-        # result, which is deleted, and not into the shared cache.
-        with _appearing_whole(file) as part, tempfile.TemporaryDirectory(dir=part.parent, prefix=".export-") as cache:
+        # from_generator first writes an Arrow file. It holds private text, so it goes into the private folder of this
+        # export, which is deleted, and not into the shared cache.
+        with _appearing_whole(file) as part:
             if log.count() == 0:  # from_generator refuses a generator without rows
                 table = datasets.Dataset.from_dict({name: [] for name in features}, features=features)
             else:
                 source = {"path": str(log.path), "with_supervision": with_supervision}
-                table = datasets.Dataset.from_generator(_rows, features=features, cache_dir=cache, gen_kwargs=source)
+                table = datasets.Dataset.from_generator(
+                    _rows, features=features, cache_dir=str(part.parent), gen_kwargs=source
+                )
             rows = len(table)
             table.to_parquet(str(part))
             del table  # releases the memory-mapped file before its folder is deleted
@@ -64,18 +72,48 @@ def export_parquet(log: Log, file: Path, with_supervision: bool = False) -> int:
 
 @contextmanager
 def _appearing_whole(file: Path) -> Iterator[Path]:
-    """A private temporary file beside ``file``, which is renamed to ``file`` when the block succeeds."""
+    """A file (0600) in a private folder beside ``file``, which is renamed to ``file`` when the block succeeds."""
     if not file.parent.is_dir():
         raise AdaptiveError(f"cannot export to {file}: folder {file.parent} does not exist")
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
-        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
-        yield part
-        os.replace(part, file)
+        with _private_folder(file.parent) as folder:
+            part = folder / "part"
+            os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
+            yield part
+            os.replace(part, file)
     except OSError as error:
         raise AdaptiveError(f"cannot export to {file} ({error.strerror or error})") from error
+
+
+@contextmanager
+def _private_folder(parent: Path) -> Iterator[Path]:
+    """A folder (0700) in ``parent`` that is removed in the end, and those of killed exports before. A lock in it, which
+    its process holds, shows that the export is running."""
+    from filelock import FileLock, Timeout
+
+    _sweep(parent)
+    while True:
+        folder = Path(tempfile.mkdtemp(dir=parent, prefix=UNFINISHED))
+        lock = FileLock(folder / "lock", timeout=0, mode=0o600)
+        with contextlib.suppress(Timeout):
+            lock.acquire()
+            if os.path.exists(lock.lock_file):
+                break
+            lock.release()  # removed by ``_sweep`` of another process between its creation and its locking
+    try:
+        yield folder
     finally:
-        part.unlink(missing_ok=True)
+        lock.release()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep(parent: Path) -> None:
+    """Remove the private folders of killed exports in ``parent``."""
+    from filelock import FileLock, Timeout
+
+    for file in parent.glob(f"{UNFINISHED}*/lock"):
+        with contextlib.suppress(Timeout, OSError), FileLock(file, timeout=0, mode=0o600):
+            shutil.rmtree(file.parent, ignore_errors=True)
 
 
 def _write_lines(log: Log, lines: IO[str]) -> int:

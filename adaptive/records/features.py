@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
+import secrets
 import sqlite3
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -38,6 +40,7 @@ LONGEST_ANSWER = LONGEST // 2
 # folder. Too high: files of other processes exceed the limit for longer; too low: every few records need a scan.
 FULL, LOOK = 0.98, 64
 ENDING = ".safetensors"
+DELETED = ".deleted-"  # how the name of a file begins that is to be overwritten and removed
 LARGEST = 65504.0  # of float16
 
 
@@ -155,24 +158,37 @@ class FeatureSpool:
 
     def sweep(self, connection: sqlite3.Connection) -> int:
         """Overwrite and remove the features of records that are not in the log (``connection`` is open to it), and
-        remove the unfinished files of killed processes. Returns the number of such records. Raises sqlite3.Error,
-        OSError."""
+        the files that killed processes left. Returns the number of such records. Raises sqlite3.Error, OSError.
+
+        The files are only renamed while the log is locked, since overwriting thousands of them takes minutes.
+        """
         if not self.folder.is_dir():
             return 0
         files.sweep(self.folder)
-        with transaction(connection):  # so no writer has written a file whose transaction has not ended
-            here = set(self.ids())
-            logged = {row[0] for row in connection.execute("SELECT id FROM generations")} if here else set()
-            for number in here - logged:
-                overwrite_and_remove(self._path(number))
-        return len(here - logged)
+        if gone := _not_logged(connection, self.ids()):
+            with transaction(connection):  # so no writer has written a file whose transaction has not ended
+                gone = _not_logged(connection, gone)
+                self._mark_deleted(gone)
+        self._remove_deleted()
+        return len(gone)
 
     def erase(self) -> None:
         """Overwrite and remove the features of all records. Raises OSError."""
-        for number in self.ids():
-            overwrite_and_remove(self._path(number))
+        self._mark_deleted(self.ids())
+        self._remove_deleted()
         if self.folder.is_dir():
             files.sweep(self.folder)
+
+    def _mark_deleted(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            with contextlib.suppress(FileNotFoundError):  # another process removed it, to keep the limit
+                os.replace(self._path(number), self.folder / f"{DELETED}{secrets.token_hex(8)}")
+
+    def _remove_deleted(self) -> None:
+        """Overwrite and remove the files that were marked here, and by processes that were killed since."""
+        for file in self.folder.glob(f"{DELETED}*"):
+            with contextlib.suppress(FileNotFoundError):  # another process removes it
+                overwrite_and_remove(file)
 
     def _enforce(self) -> None:
         found = sorted(self._files())
@@ -200,6 +216,12 @@ class FeatureSpool:
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number}{ENDING}"
+
+
+def _not_logged(connection: sqlite3.Connection, numbers: list[int]) -> list[int]:
+    """Those of ``numbers`` that are no id of a record."""
+    query = "SELECT value FROM json_each(?) WHERE value NOT IN (SELECT id FROM generations)"
+    return [row[0] for row in connection.execute(query, (json.dumps(numbers),))]
 
 
 def spool_of(state: PairState, gigabytes: float) -> FeatureSpool:

@@ -1,4 +1,8 @@
-"""The history of acceptance and speed, over time and by adapter: pure functions of ``Log.figures()``."""
+"""The history of acceptance and speed, over time and by adapter: pure functions of ``Log.figures()``.
+
+Imported records (``merge.py``) count as generations, but have no rounds, adapter or seconds. So they are left out of
+the latest figures, the time series and the changes of adapter.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from adaptive.records.figures import FiguresTable, GenerationFigures, Sums
 from adaptive.records.stats import (
@@ -88,7 +93,7 @@ class Swap:
 @dataclass(frozen=True)
 class History:
     """The output of ``adaptive history``. ``lengths[k]`` counts the rounds that drafted k tokens; ``latest`` are the
-    figures of the last LATEST generations together."""
+    figures of the last LATEST generations that are not imported, together."""
 
     totals: Figures
     latest: Figures
@@ -104,7 +109,9 @@ def history(generations: Sequence[GenerationFigures], by: By = "adapter", points
     table = FiguresTable.of(generations)
     everything = np.zeros(len(table), np.int64)
     (whole,) = table.sums(everything, 1)
-    (newest,) = table.sums(np.where(np.arange(len(table)) < len(table) - LATEST, -1, 0), 1)
+    at_end = np.full(len(table), -1, np.int64)
+    at_end[np.flatnonzero(_measured(table))[-LATEST:]] = 0
+    (newest,) = table.sums(at_end, 1)
     return History(
         totals=_figures("all", whole),
         latest=_figures("latest", newest),
@@ -164,31 +171,47 @@ def grouped(generations: Sequence[GenerationFigures], by: By) -> tuple[Figures, 
 
 
 def series(generations: Sequence[GenerationFigures], points: int = POINTS) -> tuple[Point, ...]:
-    """Acceptance and speed over time, in about ``points`` buckets of equally many generations.
+    """Acceptance and speed over time, in about ``points`` buckets of equally many generations; imported ones are left
+    out.
 
     A change of adapter ends a bucket early, so that no point mixes two adapters; there can then be more points.
     """
     table = FiguresTable.of(generations)
-    size = max(1, -(-len(table) // points))
-    firsts: list[int] = []
-    bucket = []
-    for place, adapter in enumerate(table.adapters):
-        if not firsts or place - firsts[-1] == size or table.adapters[place - 1] != adapter:
-            firsts.append(place)
-        bucket.append(len(firsts) - 1)
-    ends = [*(first - 1 for first in firsts[1:]), len(table) - 1]
-    sums = table.sums(np.array(bucket, np.int64), len(firsts))
-    return tuple(_point(table, first, last, one) for first, last, one in zip(firsts, ends, sums, strict=False))
+    places = np.flatnonzero(_measured(table))
+    size = max(1, -(-len(places) // points))
+    buckets: list[list[int]] = []
+    for place in places.tolist():
+        if not buckets or len(buckets[-1]) == size or table.adapters[buckets[-1][-1]] != table.adapters[place]:
+            buckets.append([])
+        buckets[-1].append(place)
+    group = np.full(len(table), -1, np.int64)
+    for number, bucket in enumerate(buckets):
+        group[bucket] = number
+    sums = table.sums(group, len(buckets))
+    return tuple(_point(table, bucket[0], bucket[-1], one) for bucket, one in zip(buckets, sums, strict=True))
 
 
 def swaps(generations: Sequence[GenerationFigures]) -> tuple[Swap, ...]:
-    """The changes of adapter between consecutive generations."""
+    """The changes of adapter between consecutive generations, without those that another server answered and imported
+    ones."""
     table = FiguresTable.of(generations)
     return tuple(
-        Swap(table.ids[place], float(table.created[place]), before, after)
-        for place, (before, after) in enumerate(itertools.pairwise(table.adapters), start=1)
-        if before != after
+        Swap(table.ids[place], float(table.created[place]), table.adapters[before], table.adapters[place])
+        for before, place in itertools.pairwise(np.flatnonzero(_decoded(table)).tolist())
+        if table.adapters[before] != table.adapters[place]
     )
+
+
+def _decoded(table: FiguresTable) -> npt.NDArray[np.bool_]:
+    """For each generation, whether it was decoded here: it has rounds, or an adapter."""
+    found = np.array([adapter is not None for adapter in table.adapters], bool)
+    found[table.counts.owners()] = True
+    return found
+
+
+def _measured(table: FiguresTable) -> npt.NDArray[np.bool_]:
+    """For each generation, whether it was decoded here or timed by the proxy; no imported one was."""
+    return _decoded(table) | (table.seconds > 0)
 
 
 def _adapter_names(table: FiguresTable) -> list[str]:

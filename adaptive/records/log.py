@@ -22,15 +22,16 @@ from adaptive.errors import AdaptiveError
 from adaptive.records.drafters import DrafterFigures, drafter_figures
 from adaptive.records.erase import delete, selection, shrink
 from adaptive.records.figures import FiguresTable, is_packed
+from adaptive.records.holders import Held, search
 from adaptive.records.recover import Place, abandon, remove
 from adaptive.records.rows import (
     DamagedRecordError,
     answered,
-    beginning,
     generation_of,
     messages_of,
     owner_of,
     read_rows,
+    readable,
     select_columns,
 )
 from adaptive.records.saved import Spent
@@ -125,8 +126,8 @@ class Log:
 
     def count(self, *, older_than_s: float | None = None, session: str | None = None) -> int:
         """The number of generations: all, or only those that ``purge`` would delete with the same arguments."""
-        where, values = selection(older_than_s, session, time.time())
         with self._reading() as connection:
+            where, values = _chosen(connection, older_than_s, session)
             return int(connection.execute(f"SELECT count(*) FROM generations WHERE {where}", values).fetchone()[0])
 
     def last_id(self) -> int:
@@ -298,23 +299,21 @@ class Log:
             ).fetchall()
         return tuple(Spent(*row) for row in rows)
 
-    def holders(self, number: int) -> tuple[int, ...]:
-        """Ids of later generations of chats that continue after the answer ``number``, so their messages contain it."""
+    def session_ids(self, session: str) -> tuple[int, ...]:
+        """Ids of the generations of ``session``, oldest first."""
         with self._reading() as connection:
-            row = connection.execute("SELECT messages, text FROM generations WHERE id = ?", (number,)).fetchone()
-            if row is None or row[0] == "[]":
-                return ()
-            chats, found = [answered(messages_of(row[0]), row[1])], set[int]()
-            query = (
-                "SELECT id, length(messages) - ?1, text FROM generations WHERE id > ?2 AND substr(messages, 1, ?1) = ?3"
-            )
-            for chat in chats:
-                begins = beginning(chat)
-                for holder, more, text in connection.execute(query, (len(begins), number, begins)).fetchall():
-                    if more == 1 and holder not in found:  # it continues this answer; later chats hold both as one
-                        chats.append(answered(chat, text))
-                    found.add(holder)
-            return tuple(sorted(found))
+            return _session_ids(connection, session)
+
+    def held(self, ids: Collection[int]) -> Held:
+        """The answers ``ids``, to be found in other requests."""
+        with self._reading() as connection:
+            return search(connection, ids)[1]
+
+    def holders(self, ids: Collection[int]) -> tuple[int, ...]:
+        """Ids of other, later generations whose chat or raw prompt holds one of the answers ``ids``: it continues after
+        it (see ``records.holders``)."""
+        with self._reading() as connection:
+            return tuple(sorted(search(connection, ids)[0]))
 
     def purge(
         self,
@@ -325,7 +324,7 @@ class Log:
         everything: bool = False,
     ) -> int:
         """Delete generations for good and return how many: those that meet all given conditions (age in seconds,
-        session, ids), or all.
+        session, ids), or all. A ``session`` alone also chooses its ``holders`` in other sessions.
 
         Their bytes are overwritten, the file is rewritten without them and the WAL is emptied. This needs as much
         free disk space as the remaining records take. If the disk is full or the file is damaged, ``everything``
@@ -345,10 +344,10 @@ class Log:
             return remove(self.path)
 
     def _purge(self, older_than_s: float | None, session: str | None, ids: Collection[int] | None) -> int:
-        where, values = selection(older_than_s, session, time.time(), ids)
         with self._reading() as connection:
             if connection is not self._file:
                 return 0  # there is no file
+            where, values = _chosen(connection, older_than_s, session, ids)
             deleted = delete(connection, where, values)
             shrink(connection, self.path)
         return deleted
@@ -403,7 +402,7 @@ class Log:
             self._file = None
         if self._file is None and self.path.exists():
             self._file, self._place = connect(self.path), Place.of(self.path)
-            self._file.text_factory = _readable
+            self._file.text_factory = readable
         connection = self._file or _empty()
         try:
             yield connection
@@ -418,9 +417,20 @@ def plausible(*numbers: object) -> bool:
     return all(isinstance(n, (int, float)) and 0 <= n < MOST_PLAUSIBLE for n in numbers)
 
 
-def _readable(text: bytes) -> str:
-    """Decode a text of the log. Damaged bytes become U+FFFD; the checksum reveals the damage."""
-    return text.decode("utf-8", "replace")
+def _session_ids(connection: sqlite3.Connection, session: str) -> tuple[int, ...]:
+    query = "SELECT id FROM generations WHERE session = ? ORDER BY id"
+    return tuple(row[0] for row in connection.execute(query, (session,)))
+
+
+def _chosen(
+    connection: sqlite3.Connection, older_than_s: float | None, session: str | None, ids: Collection[int] | None = None
+) -> tuple[str, tuple[object, ...]]:
+    """A WHERE clause and its values for the generations that ``purge`` deletes."""
+    where, values = selection(older_than_s, session, time.time(), ids)
+    if session is None or older_than_s is not None or ids is not None:
+        return where, values
+    others, more = selection(None, None, 0.0, search(connection, frozenset(_session_ids(connection, session)))[0])
+    return f"{where} OR {others}", (*values, *more)
 
 
 def _empty() -> sqlite3.Connection:

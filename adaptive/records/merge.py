@@ -1,6 +1,6 @@
 """Imports the records of other logs into this one, each once: from a team's proxies, or from another machine.
 
-Prompts, answers and the target's distributions are imported. Adapters and rounds with their seconds are not, since they
+Prompts, answers and the target's distributions are imported. Adapters, rounds and all seconds are not, since they
 describe another draft on another machine. Duplicates are recognised by their content, not by their ids.
 """
 
@@ -93,7 +93,8 @@ def key_of(generation: Generation) -> bytes:
 
 
 def _as_imported(generation: Generation) -> Generation:
-    return dataclasses.replace(generation, adapter=None, rounds=())
+    untimed = dataclasses.replace(generation.timings, prompt_s=0.0, predicted_s=0.0, expected_s=0.0)
+    return dataclasses.replace(generation, adapter=None, rounds=(), timings=untimed)
 
 
 def _log_of(source: Path, state: PairState) -> Path:

@@ -22,12 +22,20 @@ from adaptive.errors import AdaptiveError
 from adaptive.printable import counted
 from adaptive.records.pages import Pages, cut_short
 from adaptive.records.rows import CHECKED, ROUND, insert, mended
-from adaptive.records.schema import DamagedLogError, DiskFullError, connect, is_damage, is_disk_full, transaction
+from adaptive.records.schema import (
+    BUSY_S,
+    DamagedLogError,
+    DiskFullError,
+    connect,
+    is_damage,
+    is_disk_full,
+    transaction,
+)
 from adaptive.types import Round
 from checkpoints import files
 
 # Largest log, in bytes, whose pages are all checked when it is opened for writing: about 0.7 s from the system's
-# cache. Damage in a larger log is found on access, or by ``adaptive records check``.
+# cache. A larger log is checked when a write meets damage, or by ``adaptive records check``.
 CHECKED_AT_START = 1 << 30
 
 # Largest write-ahead log, in bytes, whose frames are checked: 80 microseconds a frame, 0.1 s for the 4 MB at which
@@ -37,17 +45,20 @@ LARGEST_WAL = 64 << 20
 # Seconds to wait for another process that is replacing the log.
 REPLACE_S = 120.0
 
+# Most copies of a log that changes while it is copied. Too low: a busy log is replaced only at a later try.
+REBUILDS = 5
+
 # Bytes overwritten at a time.
 ZEROS = 1 << 20
 
 
-def open_for_writing(path: Path) -> tuple[sqlite3.Connection, str | None]:
+def open_for_writing(path: Path, suspect: bool = False) -> tuple[sqlite3.Connection, str | None]:
     """Open the log at ``path``, creating it if missing and replacing it if damaged. Also returns a message about the
-    replacement, or None.
+    replacement, or None. With ``suspect``, set after an error that means damage, a log of any size is checked.
 
-    Raises AdaptiveError if the log cannot be used for another reason than damage.
+    Raises AdaptiveError if the log cannot be used for another reason than damage, or cannot be replaced now.
     """
-    if not path.exists() or path.stat().st_size > CHECKED_AT_START:
+    if not path.exists() or (path.stat().st_size > CHECKED_AT_START and not suspect):
         with contextlib.suppress(DamagedLogError):
             return connect(path), None
     found = examine(path)
@@ -124,7 +135,7 @@ def recover(path: Path) -> str:
     """Set the damaged log aside and start a new one with its readable records. Returns a message, empty if the file is
     sound (another process has just replaced it).
 
-    Raises AdaptiveError if the folder cannot be written.
+    Raises AdaptiveError if the folder cannot be written, or another program writes to the log for long.
     """
     with replacing(path):
         found = examine(path)
@@ -134,7 +145,7 @@ def recover(path: Path) -> str:
         new = files.unfinished(path.parent)
         try:
             with _nobody_writes(path):
-                kept = _rebuild(path, new)
+                kept = _rebuild_unchanged(path, new)
                 aside = _set_aside(path)
                 os.replace(new, path)
                 files.flush(path.parent)
@@ -166,11 +177,18 @@ def replacing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _nobody_writes(path: Path) -> Iterator[None]:
-    """Hold the write lock of a damaged log, if the file can still be locked."""
-    connection = sqlite3.connect(path, timeout=1.0, isolation_level=None)
+    """Hold the write lock of a damaged log, unless the damage prevents that. A record that another process commits
+    after its page was read would be in the damaged file only.
+
+    Raises AdaptiveError if another program holds the lock for BUSY_S.
+    """
+    connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
     try:
-        with contextlib.suppress(sqlite3.Error, UnicodeDecodeError):
+        try:
             connection.execute("BEGIN IMMEDIATE")
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            if "locked" in str(error):
+                raise _in_use(path) from error
         yield
     finally:
         with contextlib.suppress(sqlite3.Error):
@@ -178,16 +196,39 @@ def _nobody_writes(path: Path) -> Iterator[None]:
         abandon(connection)
 
 
+def _rebuild_unchanged(path: Path, new: Path) -> int:
+    """``_rebuild``, repeated if the files change meanwhile. They do if the damage prevents locking and a process that
+    opened the log before writes to it. Raises AdaptiveError after REBUILDS times."""
+    for _ in range(REBUILDS):
+        before = _stamps(path)
+        kept = _rebuild(path, new)
+        if _stamps(path) == before:
+            return kept
+        files.remove(new)
+    raise _in_use(path)
+
+
+def _in_use(path: Path) -> AdaptiveError:
+    return AdaptiveError(f"log {path} is damaged and cannot be replaced while another program writes to it; try again")
+
+
+def _stamps(path: Path) -> list[tuple[int, int]]:
+    """Size and time of the last change of the log and its write-ahead log."""
+    found = [file.stat() for file in (path, path.with_name(path.name + "-wal")) if file.exists()]
+    return [(stat.st_size, stat.st_mtime_ns) for stat in found]
+
+
 def _rebuild(path: Path, new: Path) -> int:
     """Write the readable records of the log at ``path`` into a new log at ``new``. Returns their number."""
     with Pages(path) as pages, contextlib.closing(connect(new)) as connection:
         names = [row[1] for row in connection.execute("PRAGMA table_info(generations)")]
+        copy_round = f"INSERT OR IGNORE INTO rounds (generation, idx, {ROUND}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
         newest = kept = 0
         with transaction(connection):
             connection.execute("PRAGMA defer_foreign_keys=ON")
             for row, values in pages.records():
                 if row is None and _is_round(values):
-                    connection.execute("INSERT OR IGNORE INTO rounds VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*values, 0)[:8])
+                    connection.execute(copy_round, (*values, 0)[:8])
                 elif row is not None and _is_sequence(values):
                     newest = max(newest, values[1])  # so that no id is used again
             for row, values in pages.records():
@@ -331,6 +372,15 @@ def overwrite_and_remove(file: Path) -> None:
 def set_aside_logs(path: Path) -> list[Path]:
     """Damaged logs that were set aside beside ``path``, and their write-ahead logs."""
     return sorted(path.parent.glob(f"{path.name}.damaged*"))
+
+
+def forget_set_aside(path: Path, before: float) -> int:
+    """Remove the damaged logs beside ``path`` that were last written before ``before`` (epoch seconds). Returns the
+    number of files. Raises OSError."""
+    old = [file for file in set_aside_logs(path) if file.stat().st_mtime < before]
+    for file in old:
+        file.unlink(missing_ok=True)
+    return len(old)
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,30 @@
 
 Deleted pages are overwritten and reused, so that the file stops growing. ``adaptive records purge`` also returns
 them to the file system and leaves no trace.
+
+A clock that is wrongly set to a later year must not delete the whole log. So if no record was written for long, old
+records are kept until new ones are a day old: after a real pause that is the second day of use.
 """
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import time
 from dataclasses import dataclass
 
 from adaptive.records.schema import transaction
 
+logger = logging.getLogger("adaptive.records")
+
 # Records deleted in one transaction: some ten milliseconds, during which no other process can write.
 BATCH = 64
 # Seconds between two checks while records are written.
 LOOK_S = 600.0
+DAY_S = 86400.0
+# Seconds without a record after which the clock is doubted. Too low: after a short pause old records are kept for
+# another day. Too high: a clock that is wrong by less deletes records that are not old.
+PAUSE_S = 30 * DAY_S
 
 
 @dataclass(frozen=True)
@@ -26,21 +36,44 @@ class Keep:
     gigabytes: float | None = None
 
     def enforce(self, connection: sqlite3.Connection, now: float | None = None) -> int:
-        """Delete records beyond the limits, the oldest first, and return their number. ``now`` is in epoch seconds."""
+        """Delete records beyond the limits, the oldest first, and return their number. ``now`` is in epoch seconds.
+        Records beyond the age are kept, with a warning, while the clock is doubted (see the module)."""
         deleted = 0
         if self.days is not None:
-            before = (time.time() if now is None else now) - 86400 * self.days
-            while gone := _delete_oldest(connection, "WHERE created < ?", (before,)):
-                deleted += gone
+            now = time.time() if now is None else now
+            before = now - DAY_S * self.days
+            if _is_doubtful(connection, now, before):
+                logger.warning(
+                    "records older than %g days are kept for now, since by the clock (%s) none was written for long; "
+                    "if the clock is right, they are deleted when new ones are a day old",
+                    self.days,
+                    time.strftime("%Y-%m-%d", time.localtime(now)),
+                )
+            else:
+                while gone := _delete(connection, OLDER, (before,)):
+                    deleted += gone
         if self.gigabytes is not None:
-            while _used_bytes(connection) > 1e9 * self.gigabytes and (gone := _delete_oldest(connection, "", ())):
+            while _used_bytes(connection) > 1e9 * self.gigabytes and (gone := _delete(connection, OLDEST, ())):
                 deleted += gone
         return deleted
 
 
-def _delete_oldest(connection: sqlite3.Connection, where: str, values: tuple[float, ...]) -> int:
+# Ids of one batch. In the order of ``created``, whose index finds them without a scan of the table.
+OLDER = f"SELECT id FROM generations WHERE created < ? ORDER BY created LIMIT {BATCH}"
+OLDEST = f"SELECT id FROM generations ORDER BY id LIMIT {BATCH}"
+
+
+def _is_doubtful(connection: sqlite3.Connection, now: float, before: float) -> bool:
+    """Whether there are records from before ``before``, but none of the PAUSE_S that ended a day before ``now``."""
+    oldest, last = connection.execute(
+        "SELECT (SELECT min(created) FROM generations), (SELECT max(created) FROM generations WHERE created <= ?)",
+        (now - DAY_S,),
+    ).fetchone()
+    return oldest is not None and oldest < before and last is not None and last < now - DAY_S - PAUSE_S
+
+
+def _delete(connection: sqlite3.Connection, chosen: str, values: tuple[float, ...]) -> int:
     with transaction(connection):
-        chosen = f"SELECT id FROM generations {where} ORDER BY id LIMIT {BATCH}"
         return connection.execute(f"DELETE FROM generations WHERE id IN ({chosen})", values).rowcount
 
 

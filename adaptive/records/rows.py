@@ -50,7 +50,8 @@ COLUMNS = (*CHECKED, "checksum", "supervision")
 INSERT_GENERATION = f"INSERT INTO generations (id, {', '.join(COLUMNS)}) VALUES (?{', ?' * len(COLUMNS)})"
 ROUND = ", ".join(Round._fields)
 INSERT_ROUND = f"INSERT INTO rounds (generation, idx, {ROUND}) VALUES (?, ?{', ?' * len(Round._fields)})"
-INSERT_FIGURES = "INSERT INTO figures VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+FIGURES = ("generation", "session", "created", "adapter", "predicted_n", "predicted_s", "expected_s", "counts", "own")
+INSERT_FIGURES = f"INSERT INTO figures ({', '.join(FIGURES)}) VALUES (?{', ?' * (len(FIGURES) - 1)})"
 INSERT_TIMES = "INSERT INTO round_times (generation, rounds_n, rounds_s, plain_n, plain_s) VALUES (?, ?, ?, ?, ?)"
 
 
@@ -284,6 +285,11 @@ def _messages_json(messages: tuple[Message, ...]) -> str:
 def _storable(text: str) -> str:
     """``text`` with lone surrogates (a terminal's undecodable bytes) replaced by '?', as UTF-8 cannot encode them."""
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def readable(text: bytes) -> str:
+    """Decode a text of the log (for ``text_factory``). Damaged bytes become U+FFFD; the checksum reveals the damage."""
+    return text.decode("utf-8", "replace")
 
 
 def _tokens(blob: bytes) -> npt.NDArray[np.int32]:

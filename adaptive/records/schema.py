@@ -271,14 +271,17 @@ def connect(path: Path) -> sqlite3.Connection:
         raise
     except (sqlite3.Error, UnicodeDecodeError) as error:
         connection.close()
-        if is_damage(error):
-            raise damaged(path, error) from error
-        if is_disk_full(path, error):
-            raise DiskFullError(f"the disk is full ({error})") from error
-        raise AdaptiveError(
-            f"log {path} cannot be used ({error}); check its permissions and the disk's space"
-        ) from error
+        raise unusable(path, error) from error
     return connection
+
+
+def unusable(path: Path, error: Exception) -> AdaptiveError:
+    """The error of this program for one of SQLite while the log at ``path`` is opened."""
+    if is_damage(error):
+        return damaged(path, error)
+    if is_disk_full(path, error):
+        return DiskFullError(f"the disk is full ({error})")
+    return AdaptiveError(f"log {path} cannot be used ({error}); check its permissions and the disk's space")
 
 
 def is_disk_full(path: Path, error: BaseException) -> bool:

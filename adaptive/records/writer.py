@@ -28,6 +28,7 @@ from adaptive.records.recover import (
     Place,
     abandon,
     continue_ids,
+    forget_set_aside,
     last_given_id,
     open_for_writing,
     remove_beside,
@@ -35,7 +36,7 @@ from adaptive.records.recover import (
 )
 from adaptive.records.retention import LOOK_S, Keep
 from adaptive.records.rows import insert
-from adaptive.records.schema import DiskFullError, connect, transaction
+from adaptive.records.schema import DiskFullError, connect, is_damage, transaction, unusable
 from adaptive.types import Generation
 
 logger = logging.getLogger("adaptive.records")
@@ -54,6 +55,12 @@ RETRY_S = 5.0
 # Longest wait of ``write`` for room, in seconds, when the disk is slow but has not failed. A user
 # notices a longer one; a healthy disk makes room within milliseconds.
 ROOM_S = 5.0
+
+# Longest time, in seconds, that the deletion of old records delays the end of the program; the next start continues it.
+CLOSING_S = 2.0
+
+# Instructions of SQLite between two looks for waiting generations: less than a millisecond.
+STEPS = 1000
 
 # Errors of SQLite that mean that the generation itself is wrong, so that another try cannot succeed.
 PERMANENT = (sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
@@ -105,8 +112,8 @@ class LogWriter:
         """Open (or create) the log at ``path``; new ids are above ``after``. A damaged log is replaced (``recover``).
         Records beyond the limits of ``keep`` are deleted now and while records are written.
 
-        With a full disk the writer still starts, and generations wait in memory. Raises AdaptiveError if the log
-        cannot be opened for another reason.
+        With a full disk, or while another program holds the write lock, the writer still starts, and generations wait
+        in memory. Raises AdaptiveError if the log cannot be opened for another reason.
         """
         self.path = path
         self.on_stored: Callable[[], None] = _nobody  # called on the writer's thread, after a record is in the log
@@ -118,6 +125,7 @@ class LogWriter:
         self._keep = keep
         self._spool = spool
         self._looked = -math.inf  # when ``keep`` was last enforced
+        self._unfinished = False  # whether that was interrupted
         self._pending: deque[Waiting] = deque()
         self._changed = threading.Condition()
         self._handed = self._settled = 0  # generations given to write(), and those committed or dropped
@@ -129,7 +137,9 @@ class LogWriter:
         self._place: Place | None = None
         try:
             self._open()
-        except DiskFullError as error:
+        except AdaptiveError as error:
+            if not _may_pass(error):
+                raise
             self._failure = str(error)
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
         self._thread.start()
@@ -248,10 +258,9 @@ class LogWriter:
                 permanent = f"{type(error).__name__}: {error}"
             if failure is not None or permanent is not None:
                 self._drop_connection()
-            else:
-                self._enforce()
             if not self._conclude(waiting, failure, permanent):
                 break
+            self._enforce()
         self._drop_connection()
 
     def _next(self) -> Waiting | None:
@@ -266,38 +275,76 @@ class LogWriter:
             return waiting
 
     def _store(self, waiting: Waiting) -> None:
-        if self._place is not None and not self._place.holds():
-            self._begin_anew()
-            self._open()
-            self._sweep()
-        elif self._connection is None:
-            self._open()
-        connection = self._connection
-        assert connection is not None
-        with transaction(connection):
-            number = insert(connection, waiting.generation)
-            if self._spool is not None and waiting.features is not None:
-                try:
-                    tokens = tokens_hash(waiting.generation.prompt, waiting.generation.output)
-                    self._spool.write(number, tokens, waiting.features)
-                except OSError as error:  # features serve training only
-                    logger.warning("the features of record %d cannot be kept: %s", number, error)
+        try:
+            number = self._insert(waiting)
+        except PERMANENT:
+            raise
+        except sqlite3.DatabaseError as error:
+            if not is_damage(error):
+                raise
+            self._replace_damaged()
+            number = self._insert(waiting)
         self._newest = max(self._newest, number)
         self.on_stored()
 
+    def _insert(self, waiting: Waiting) -> int:
+        """Commit the generation to the file that is at ``path``. Returns its id."""
+        while True:
+            if self._place is not None and not self._place.holds():
+                self._begin_anew()
+                self._open()
+                self._sweep()
+            elif self._connection is None:
+                self._open()
+            connection, place = self._connection, self._place
+            assert connection is not None
+            assert place is not None
+            with transaction(connection):
+                if not place.holds():  # another process has replaced the file while this one waited for its lock
+                    continue
+                number = insert(connection, waiting.generation)
+                if self._spool is not None and waiting.features is not None:
+                    try:
+                        tokens = tokens_hash(waiting.generation.prompt, waiting.generation.output)
+                        self._spool.write(number, tokens, waiting.features)
+                    except OSError as error:  # features serve training only
+                        logger.warning("the features of record %d cannot be kept: %s", number, error)
+            return number
+
     def _enforce(self) -> None:
-        """Apply ``keep``, at most every LOOK_S seconds. After a failure (full disk, reader) it is tried again then."""
-        if self._keep is None or self._connection is None or time.monotonic() - self._looked < LOOK_S:
+        """Apply ``keep``, at most every LOOK_S seconds. After a failure (full disk, reader) it is tried again then.
+
+        On a large log this can take minutes. So it stops when a generation is to be written, and continues after that.
+        """
+        keep, connection = self._keep, self._connection
+        if keep is None or connection is None or self._pending:
             return
-        self._looked = time.monotonic()
+        if not self._unfinished and time.monotonic() - self._looked < LOOK_S:
+            return
+        self._looked, continued = time.monotonic(), self._unfinished
+        connection.set_progress_handler(self._must_stop, STEPS)
         try:
-            deleted = self._keep.enforce(self._connection)
-        except sqlite3.Error as error:
-            logger.warning("old records cannot be deleted now: %s", error)
+            deleted = keep.enforce(connection)
+            self._unfinished = False
+            if keep.days is not None and forget_set_aside(self.path, time.time() - 86400 * keep.days):
+                logger.info("damaged logs that were set aside more than %g days ago are deleted", keep.days)
+        except (sqlite3.Error, OSError) as error:
+            self._unfinished = "interrupted" in str(error)  # by ``_must_stop``
+            if not self._unfinished:
+                logger.warning("old records cannot be deleted now: %s", error)
+            if isinstance(error, sqlite3.Error) and is_damage(error):
+                with contextlib.suppress(AdaptiveError):  # the next generation tries again
+                    self._replace_damaged()
             return
-        if deleted:
-            logger.info("%d records were older or more than are kept, and are deleted", deleted)
+        finally:
+            connection.set_progress_handler(None, STEPS)
+        if deleted or continued:
+            logger.info("records that were older or more than are kept are deleted")
             self._sweep()
+
+    def _must_stop(self) -> bool:
+        """Whether the deletion of old records must give way to a generation, or to the end of the program."""
+        return bool(self._pending) or (self._closing and time.monotonic() - self._looked > CLOSING_S)
 
     def _sweep(self) -> None:
         """Remove the features of records that are no longer in the log."""
@@ -333,14 +380,37 @@ class LogWriter:
         self._settled += 1
         self._loss = reason
 
-    def _open(self) -> None:
-        self._connection, said = open_for_writing(self.path)
-        self._place = Place.of(self.path)
-        if said is not None:
-            logger.warning("%s", said)
-        if self._newest > last_given_id(self._connection):
-            with transaction(self._connection):
-                continue_ids(self._connection, self._newest)
+    def _open(self, suspect: bool = False) -> None:
+        """Open the file that is at ``path``, and make new ids continue. ``suspect``: see ``open_for_writing``."""
+        while True:
+            before = Place.of(self.path) if self.path.exists() else None
+            self._connection, said = open_for_writing(self.path, suspect)
+            self._place = Place.of(self.path)
+            if said is not None:
+                logger.warning("%s", said)
+            if said is not None or before in (None, self._place):
+                break
+            # Another process has replaced the file, so this may be a connection to the old one.
+            abandon(self._connection)
+            self._connection = None
+        try:
+            if self._newest > last_given_id(self._connection):
+                with transaction(self._connection):
+                    continue_ids(self._connection, self._newest)
+        except sqlite3.Error as error:
+            if is_damage(error) and not suspect:
+                self._replace_damaged()
+                return
+            self._drop_connection()
+            raise unusable(self.path, error) from error
+
+    def _replace_damaged(self) -> None:
+        """Open the log again after an error that means damage: its pages are checked whatever its size, and a damaged
+        file is replaced. Raises AdaptiveError if that is not possible now."""
+        if self._connection is not None:
+            abandon(self._connection)  # closing it could remove the write-ahead log, which is copied too
+            self._connection = None
+        self._open(suspect=True)
 
     def _begin_anew(self) -> None:
         """Replace the open file, which is no longer at ``path``: SQLite would continue to write to the moved file."""
@@ -366,6 +436,11 @@ class LogWriter:
 
 def _nobody() -> None:
     pass
+
+
+def _may_pass(error: AdaptiveError) -> bool:
+    """Whether a later try can succeed: the disk is full, or another program holds the log's lock."""
+    return isinstance(error, DiskFullError) or "locked" in str(error.__cause__)
 
 
 def size_of(generation: Generation) -> int:

@@ -1,4 +1,5 @@
-"""Paths for single answers of the log: list them, show the drafter of each token, delete them permanently.
+"""Paths for single answers of the log: list them, show the drafter of each token, delete them permanently with the
+later ones that hold them.
 
 Only the user who runs the server may read the log, so these paths are as restricted: with an API key, to requests that
 send it; without one, to programs of that user.
@@ -7,7 +8,8 @@ send it; without one, to programs of that user.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Annotated, Any, TypeVar
 
@@ -18,9 +20,11 @@ from transformers import PreTrainedTokenizerBase
 
 from adaptive.decoding.text import TextStream
 from adaptive.records.erase import erase_beside
+from adaptive.records.holders import Asked, Held
 from adaptive.records.log import Log, LoggedGeneration
 from adaptive.records.origins import origins
 from adaptive.service.api import Api
+from adaptive.service.engine import Work
 from adaptive.service.peers import same_user
 from adaptive.types import Generation
 
@@ -28,7 +32,8 @@ from adaptive.types import Generation
 MOST = 100
 # Characters of a question that the list shows.
 LINE = 200
-# Longest wait, in seconds, for the log writer before a deletion, so that answers just given are deleted too.
+# Longest wait, in seconds, for answers that have just ended and for the log writer before a deletion, so that these
+# answers are deleted too.
 FLUSH_S = 5.0
 
 Number = Annotated[int, InPath(ge=1, le=2**63 - 1)]
@@ -38,6 +43,7 @@ Found = TypeVar("Found")
 def add_answers(app: FastAPI, api: Api) -> None:
     """Add ``/adaptive/answers`` and ``/adaptive/sessions`` to ``app``."""
     state = api.trainer.state
+    unfinished: set[int] = set()  # answers whose deletion has failed, perhaps after their records were deleted
 
     async def with_log(request: Request, do: Callable[[Log], Found]) -> Found:
         _for_this_user(api, request)
@@ -61,13 +67,17 @@ def add_answers(app: FastAPI, api: Api) -> None:
         tokenizer = api.tokenizer
         return await with_log(request, lambda log: _whole(log, number, tokenizer))
 
+    @app.get("/adaptive/answers/{number}/holders")
+    async def holders(request: Request, number: Number) -> dict[str, Any]:
+        return {"held_by": await with_log(request, lambda log: log.holders(known(log, number)))}
+
     @app.delete("/adaptive/answers/{number}")
     async def forget(request: Request, number: Number) -> dict[str, int]:
-        def delete(log: Log) -> int:
-            _one(log, number)
-            return log.purge(ids={number, *log.holders(number)})
+        return await forgotten(request, lambda log: known(log, number))
 
-        return await forgotten(request, delete)
+    def known(log: Log, number: int) -> tuple[int]:
+        """The id of an answer that is in the log or whose deletion has failed. Raises HTTPException for another."""
+        return (number if number in unfinished else _one(log, number).id,)
 
     @app.get("/adaptive/sessions/{name:path}")
     async def session(request: Request, name: str) -> dict[str, int]:
@@ -75,25 +85,63 @@ def add_answers(app: FastAPI, api: Api) -> None:
 
     @app.delete("/adaptive/sessions/{name:path}")
     async def forget_session(request: Request, name: str) -> dict[str, int]:
-        return await forgotten(request, lambda log: log.purge(session=name))
+        return await forgotten(request, lambda log: log.session_ids(name), name)
 
-    async def forgotten(request: Request, delete: Callable[[Log], int]) -> dict[str, int]:
-        """Delete answers, their data in other files of the pair, and the caches in memory."""
+    async def forgotten(
+        request: Request, chosen: Callable[[Log], Collection[int]], session: str | None = None
+    ) -> dict[str, int]:
+        """Delete the ``chosen`` answers and those that hold them, their data in other files of the pair, and the caches
+        in memory. Answers in progress that hold one, or belong to the ``session``, are not recorded."""
         _for_this_user(api, request)
         written = api.session().assistant.log
 
-        def run(log: Log) -> int:
+        def newest(log: Log) -> Collection[int]:
             if written is not None:
                 written.flush(FLUSH_S)
-            deleted = delete(log)
-            erase_beside(state, everything=False)
+            return chosen(log)
+
+        def run(log: Log) -> int:
+            ids = newest(log)
+            doomed = {*ids, *log.holders(ids)}
+            if not unfinished.isdisjoint(doomed):
+                doomed |= unfinished
+            unfinished.update(doomed)
+            try:
+                deleted = log.purge(ids=doomed)
+            finally:  # also if the log's file could not be rewritten: its records are deleted
+                erase_beside(state, everything=False)
+            unfinished.difference_update(doomed)
             return deleted
 
+        await _keep_off_the_log(api, await with_log(request, lambda log: log.held(newest(log))), session)
         try:
             deleted = await with_log(request, run)
         finally:
             api.engine.forget_conversations()
         return {"deleted": deleted}
+
+
+async def _keep_off_the_log(api: Api, held: Held, session: str | None) -> None:
+    """See to it that no waiting or running request is recorded whose prompt holds one of the answers, or that belongs
+    to the ``session``. Wait until those of their answers that have just ended are with the log's writer."""
+    running = [(work.job, work.answering) for work in api.engine.works]
+    names = {job: answering.session for job, answering in running if answering is not None}
+    found = set()
+    for job in list(api.jobs):
+        name = names.get(job, job.ask.session)
+        prompts = (Asked(name or "", prompt.messages, prompt.text) for prompt in job.ask.prompts)
+        if (session is not None and name == session) or any(map(held.holds, prompts)):
+            job.ask.forgotten.set()
+            found.add(job)
+
+    def ending(work: Work) -> bool:
+        answering = work.answering
+        ended = answering is not None and (answering.decoding.finish_reason is not None or work.job.cancelled)
+        return ended and work.job in found
+
+    until = time.monotonic() + FLUSH_S
+    while any(map(ending, api.engine.works)) and time.monotonic() < until:
+        await asyncio.sleep(0.01)
 
 
 def _for_this_user(api: Api, request: Request) -> None:
@@ -157,4 +205,4 @@ def _whole(log: Log, number: int, tokenizer: PreTrainedTokenizerBase) -> dict[st
         texts[-1] += stream.finish()
     drafters = origins(one.rounds, len(texts))
     tokens = [{"text": text, "drafter": who} for text, who in zip(texts, drafters, strict=True)]
-    return {**_line(logged), "text": one.text, "tokens": tokens, "held_by": list(log.holders(number))}
+    return {**_line(logged), "text": one.text, "tokens": tokens}

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,6 +51,7 @@ class Api:
         self.trainer = trainer
         self.model = model_name(settings)
         self.leaving: Callable[[], bool] = lambda: False  # whether the server is stopping: ends endless streams
+        self.jobs: weakref.WeakSet[Job] = weakref.WeakSet()  # waiting, running and just ended; used on the event loop
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def session(self) -> Opened:
@@ -123,6 +125,7 @@ class Api:
         )
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
         job = Job(ask, lambda event: _hand_over(loop, events, event))
+        self.jobs.add(job)
         self.engine.submit(job)
         tokens = sum(len(prompt.ids) for prompt in prompts)
         writer = write(Served(uuid.uuid4().hex, int(time.time()), self.model, self.tokenizer, reading, tokens))

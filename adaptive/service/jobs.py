@@ -28,6 +28,7 @@ class Ask:
     ``client`` identifies the client, for fair queueing; ``owner`` is the digest of the user for the record, empty if
     users are not distinguished. ``supervise`` keeps the target's distribution for logprobs. ``grammar`` constrains the
     answers. ``stream`` requests ``Piece`` events. ``marks`` are special tokens that are part of the text.
+    ``forgotten`` as in ``Question``.
     """
 
     prompts: tuple[Prompt, ...]
@@ -42,6 +43,7 @@ class Ask:
     owner: str = ""
     grammar: Grammar | None = None
     marks: Mapping[int, str] = field(default_factory=dict)
+    forgotten: threading.Event = field(default_factory=threading.Event, compare=False)
 
     @property
     def answers(self) -> int:
@@ -65,6 +67,7 @@ def question(ask: Ask, index: int) -> Question:
         owner=ask.owner,
         grammar=ask.grammar,
         marks=ask.marks,
+        forgotten=ask.forgotten,
     )
 
 

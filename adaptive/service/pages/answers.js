@@ -126,7 +126,7 @@ function confirmed(what) {
 }
 
 async function forgetAnswer(one) {
-  const found = await call(`adaptive/answers/${one.id}`);
+  const found = await call(`adaptive/answers/${one.id}/holders`);
   const with_it = found.held_by.length ? `, and ${count(found.held_by.length, "later answer that holds", "later answers that hold")} it in the conversation before` : "";
   if (!await confirmed(`Forget this answer and its question${with_it}?`)) return;
   await call(`adaptive/answers/${one.id}`, {method: "DELETE"});
