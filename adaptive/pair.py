@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from adaptive.engines.protocol import Engine
 
 BUNDLED = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled"
+# Tokens of context below which a draft's is mentioned, if the target's is longer: a conversation soon has as many.
+SHORT_CONTEXT = 8192
 # Values of --draft that name no model. GROW: the head in the target's checkpoint, or, if there is none, one that is
 # grown on it (also the default if only a target is named). MTP: only the head in the checkpoint. PLAIN: no draft, so
 # the target decodes plainly.
@@ -368,6 +370,12 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     if draft is not None and draft_engine is not None and draft_engine.undraftable is not None:
         warnings.append(f"the draft {draft.id} {draft_engine.undraftable}; no model drafts")
         draft_engine = None
+    limit = SHORT_CONTEXT if draft_engine is None else draft_engine.context_length
+    if draft is not None and draft_engine is not None and limit < min(SHORT_CONTEXT, target_engine.context_length):
+        warnings.append(
+            f"the draft {draft.id} reads texts of up to {limit:,} tokens, and the target of "
+            f"{target_engine.context_length:,}: beyond that nothing is drafted"
+        )
     if sizes[1] > sizes[0]:
         warnings.append(
             f"the draft ({sizes[1] / 1e6:.0f} MB of weights) is larger than the target ({sizes[0] / 1e6:.0f} MB): "

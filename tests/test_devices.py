@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
+from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, PreTrainedConfig
 
+from adaptive.engines import load
 from adaptive.engines.cpu import dtype, weights
 from adaptive.engines.load import choose_dtype
 from adaptive.settings import load_settings
@@ -30,6 +31,18 @@ def test_bfloat16_is_for_what_is_multiplied_in_it(multiplied: bool, monkeypatch:
     assert choose_dtype(load_settings({}), "cpu", unknown) == (torch.bfloat16 if multiplied else torch.float32)
     # An explicit setting is used as it is.
     assert choose_dtype(load_settings({"dtype": "bfloat16"}), "cpu", unknown) == torch.bfloat16
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "mps"])
+def test_a_gpu_without_bfloat16_computes_in_float16_unless_that_overflows(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama, gemma = config(LlamaConfig, "LlamaForCausalLM"), config(Gemma3TextConfig, "Gemma3ForCausalLM")
+    for has, expected in ((True, [torch.bfloat16] * 2), (False, [torch.float16, torch.float32])):
+        monkeypatch.setattr(load, "has_bfloat16", lambda where, has=has: has)
+        assert [choose_dtype(load_settings({}), device, one) for one in (llama, gemma)] == expected
+    monkeypatch.undo()
+    assert load.has_bfloat16("cpu")  # by trying
 
 
 def test_what_was_measured_once_is_kept(tmp_path: Path) -> None:

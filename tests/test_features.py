@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from test_cpu_forward import CONFIGS, SIZES, made, own, text
+from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, PreTrainedModel
 
 from adaptive.engines.cpu import kernels
@@ -182,3 +183,23 @@ def test_a_float64_forward_is_exact_in_its_features() -> None:
     torch.testing.assert_close(
         cache.features(0, 40).double() / right.abs().max(), right / right.abs().max(), rtol=0, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gemma4_text", "gpt2", "gpt_neox", "phi", "glm4_moe"])
+def test_the_final_norm_is_the_one_that_gives_the_last_hidden_state(kind: str) -> None:
+    model = tiny_model(kind)
+    norm, given = final_norm(model), list[torch.Tensor]()
+    assert norm is not None
+    norm.register_forward_hook(lambda module, inputs, output: given.append(output))
+    with torch.inference_mode():
+        last = model.get_decoder()(input_ids=torch.arange(6)[None]).last_hidden_state
+    assert torch.equal(given[-1], last)
+
+
+def test_layers_that_see_only_the_last_tokens_give_no_features() -> None:
+    """Gemma 4 with shared keys, by transformers' own forward."""
+    model = tiny_model("gemma4_text")
+    shared = bool(getattr(model.config, "num_kv_shared_layers", 0))
+    again = TransformersEngine(model.to(torch.float16))  # a dtype without a forward of our own
+    assert again.cpu_forward is None
+    assert (again.feature_width == 0) == shared

@@ -142,6 +142,16 @@ def test_padded_embedding_tables_of_one_family_pass(adaptive: Command, tmp_path:
             assert code == 0, err
 
 
+def test_a_draft_with_a_short_context_is_warned_about(adaptive: Command, tmp_path: Path) -> None:
+    target, draft = save_random_pair(tmp_path, "qwen2")
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
+    code, _, err = adaptive("generate", "Hi", "--target", str(target), "--draft", str(draft), "--max-new-tokens", "3")
+    assert code == 0
+    said = " ".join(err.split())
+    assert "reads texts of up to 256 tokens, and the target of 2,048: beyond that nothing is drafted" in said
+
+
 def test_a_draft_larger_than_the_target_is_warned_about(adaptive: Command, pair: tuple[str, str]) -> None:
     code, _, err = adaptive("generate", "Hi", "--target", pair[1], "--draft", pair[0], "--max-new-tokens", "3")
     assert code == 0

@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_cpu_forward import CONFIGS, SIZES, VARIED, made, text
 from test_features import OTHERS, engine_of, model_of
+from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, BloomConfig
 
 from adaptive.engines.cpu import joint as cpu_joint
@@ -154,6 +155,23 @@ def test_a_model_that_cannot_is_found_out_and_passes_come_one_after_the_other() 
 
 
 @native
+def test_a_model_that_asks_for_the_length_of_the_text_makes_no_joint_passes() -> None:
+    """The attention of Llama 4 depends on that beyond some thousands of tokens, where the test of joint passes, which
+    is short, would not see it."""
+    model = tiny_model("llama4_text", floor_scale=32, attn_temperature_tuning=True)
+    engine = TransformersEngine(model)
+    assert not engine.joint
+    assert not engine.trees
+    texts = [text(200).tolist(), text(180).tolist()]
+    alone = [engine.sequence().extend(one, 1) for one in texts]
+    held = [engine.sequence() for _ in texts]
+    for sequence, one in zip(held, texts, strict=True):
+        sequence.extend(one[:-1], 1)
+    together = engine.extend_together([ExtendCall(a, one[-1:], 1) for a, one in zip(held, texts, strict=True)])
+    for one, other in zip(together, alone, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
 def test_more_tokens_than_one_call_takes_are_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     once = cpu_joint._pass

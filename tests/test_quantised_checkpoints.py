@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from adaptive.engines.head.kinds import HeadKind
 from adaptive.engines.head.parts import parts_of_folder, parts_of_model
 from adaptive.engines.hf.engine import TransformersEngine
-from adaptive.engines.hf.quantised import float32_bytes
+from adaptive.engines.hf.quantised import float32_bytes, multiplied
 from adaptive.engines.load import Source, load_engine, load_model
 from adaptive.engines.load_head import load_head
 from adaptive.errors import AdaptiveError
@@ -260,3 +260,19 @@ def test_it_is_not_quantised_anew_and_doctor_says_how_it_is_held(tmp_path: Path)
     _, found = findings("--target", str(tmp_path / "fp8"), "--draft", "none", "--device", "cpu")
     assert found["target weights"]["value"] == "fp8 in the checkpoint, dequantised as it is read"
     assert found["target forward"]["value"].startswith("our own")
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(960, 256), (576, 200), (128, 7), (300, 300)])
+def test_the_last_block_of_scales_may_be_smaller(rows: int, columns: int) -> None:
+    torch.manual_seed(rows)
+    weight = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-rows // 128), -(-columns // 128)) + 0.5
+    whole = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    found = multiplied({"w": weight, "w_scale_inv": scales})
+    assert found is not None
+    assert torch.equal(found["w"], weight.float() * whole)
+    by_row = torch.rand(rows)
+    found = multiplied({"w": weight, "w_scale": by_row})
+    assert found is not None
+    assert torch.equal(found["w"], weight.float() * by_row[:, None])
+    assert multiplied({"w": weight, "w_scale": torch.rand(rows + 1)}) is None

@@ -236,7 +236,7 @@ def _precision(device: torch.device) -> AbstractContextManager[object]:
     """
     wanted = False
     if device.type == "cuda":
-        wanted = torch.cuda.is_bf16_supported()
+        wanted = torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "cpu":
         checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
         wanted = any(check() for check in checks if check is not None)

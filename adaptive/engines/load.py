@@ -212,17 +212,34 @@ def forward_of(engine: Engine) -> Forward:
     return Forward.TRANSFORMERS if passes.recorded is None else Forward.CUDA_GRAPHS
 
 
+# Model types whose hidden states exceed the largest number of float16.
+OVERFLOWS = ("gemma3", "gemma4")
+
+
+def has_bfloat16(device: str) -> bool:
+    """Whether a GPU multiplies bfloat16 itself."""
+    import torch
+
+    if device.startswith("cuda"):
+        with torch.cuda.device(device):
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    try:
+        return bool(torch.ones(1, dtype=torch.bfloat16, device=device) + 1 == 2)
+    except (RuntimeError, TypeError):
+        return False
+
+
 def choose_dtype(settings: Settings, device: str, config: Any) -> torch.dtype:
-    """The dtype of the settings; ``auto`` is bfloat16 (or float16) on a GPU, and measured once on a CPU."""
+    """The dtype of the settings; ``auto`` is bfloat16, else float16, on a GPU, and measured once on a CPU."""
     import torch
 
     if settings.dtype != "auto":
         dtype: torch.dtype = getattr(torch, settings.dtype)
         return dtype
-    if device.startswith("cuda"):
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    if device == "mps":
-        return torch.float16
+    if device != "cpu":
+        if has_bfloat16(device):
+            return torch.bfloat16
+        return torch.float32 if config.model_type.startswith(OVERFLOWS) else torch.float16
     from adaptive.engines.cpu.dtype import kept_dtype
     from adaptive.engines.cpu.families import forward_kind
     from adaptive.engines.cpu.weights import packs

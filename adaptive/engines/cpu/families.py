@@ -161,8 +161,8 @@ def _names(model: PreTrainedModel) -> dict[nn.Module, str]:
 
 
 def sliding_window(config: Any, layer: int) -> int:
-    """How many tokens a query of a layer sees, 0 for all. Llama's attention does not read the setting."""
-    if config.model_type == "llama":
+    """How many tokens a query of a layer sees, 0 for all."""
+    if config.model_type in NO_WINDOW:
         return 0
     window = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None)
@@ -173,6 +173,8 @@ def sliding_window(config: Any, layer: int) -> int:
 
 # Values of ``use_bidirectional_attention`` with which attention over text is causal.
 CAUSAL = (None, False, "vision")
+# Model types whose attention does not read a window that the config has.
+NO_WINDOW = {"llama"}
 # Model types in which every layer has the same window.
 ONE_WINDOW = {"mistral", "ministral3", "phi3"}
 

@@ -236,7 +236,9 @@ class TransformersEngine:
         rounded = self.cpu_forward is not None and self.cpu_forward.plan.lm_head.int8
         self.weights = "int8" if rounded else weights(model)
         self._features = FeatureHooks(self.model)
-        gives = self.cpu_forward is not None or self._features.norm is not None
+        # Layers that share keys see only the last tokens of a pass (Gemma 4 E2B).
+        whole = self._features.norm is not None and not getattr(config, "num_kv_shared_layers", 0)
+        gives = self.cpu_forward is not None or whole
         self.feature_width: int = config.hidden_size if gives else 0
         self.recorded: RecordedPasses | None = None
         self.short: ShortForward | None = None

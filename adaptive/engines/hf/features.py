@@ -11,6 +11,9 @@ from transformers import PreTrainedModel
 
 from adaptive.errors import AdaptiveError
 
+# Usual names of the norm after the last layer. Gemma 4 has other norms behind its layers, too.
+FINAL = {"norm", "final_layernorm", "final_layer_norm", "ln_f"}
+
 
 class Keeps(Protocol):
     """A cache that keeps hidden states."""
@@ -72,16 +75,19 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList | None:
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module | None:
-    """The norm after the last layer of a causal language model: by name and class, the last one after the layers in the
-    decoder. None if there is none."""
+    """The norm after the last layer of a causal language model: by class, the one after the layers in the decoder with
+    a usual name, else the last. None if there is none."""
     decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
     if decoder is None:
         return None
     behind, found = False, None
+    module: nn.Module
     for name, module in decoder.named_children():
         if isinstance(module, nn.ModuleList):  # of layers
             behind, found = True, None
         elif behind and _is_norm(name, module):
+            if name in FINAL:
+                return module
             found = module
     return found
 

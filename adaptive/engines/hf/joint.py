@@ -24,6 +24,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from adaptive.engines.cpu.families import NO_WINDOW
 from adaptive.engines.hf.cache import ATTENTION, RollbackCache, layer_kinds
 from adaptive.engines.hf.graphs import NEAR
 from adaptive.engines.protocol import ExtendCall
@@ -124,8 +125,9 @@ class JointLayer(CacheLayerMixin):
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """0, which is not used: the positions are passed to the model."""
-        return 0
+        """Raises NotImplementedError: each text has a length of its own. Positions are passed to the model; one that
+        computes more from the cache's length (Llama 4) makes no joint passes."""
+        raise NotImplementedError("it asks for the length of the text, and there are several")
 
     def get_max_length(self) -> int:
         """-1: no limit."""
@@ -190,7 +192,7 @@ def _hidden(part: Part, kind: str, config: Any, device: torch.device) -> Mask:
     query, key, hidden = part.view(device)
     window: int = getattr(config, "sliding_window", None) or 0
     chunk: int = getattr(config, "attention_chunk_size", None) or 0
-    if kind == "sliding_attention":
+    if kind == "sliding_attention" and config.model_type not in NO_WINDOW:
         return hidden | (key <= query - window)
     if kind == "chunked_attention":
         return hidden | (key // chunk != query // chunk)

@@ -51,6 +51,8 @@ KEPT = ("modules_to_not_convert", "ignored_layers", "ignore", "llm_int8_skip_mod
 ELSE = "name another checkpoint of the model, not quantised or a GGUF file"
 # What follows the name of an eight-bit weight in the name of its scales.
 SCALES = ("_scale_inv", "_scale")
+# Rows and columns that share a scale in published fp8 checkpoints; the last block of a matrix may be smaller.
+BLOCK = 128
 # Bytes in float32 for each byte of a file, by dtype. U8 holds two four-bit numbers per byte, I32 eight per number. The
 # few tensors of other dtypes (indices) are not counted.
 FLOAT32_BYTES = {"F64": 0.5, "F32": 1, "BF16": 2, "F16": 2, "F8_E4M3": 4, "F8_E5M2": 4, "I8": 4, "U8": 8, "I32": 8}
@@ -215,14 +217,24 @@ def multiplied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] |
             scale = next((tensors[f"{name}{ending}"] for ending in SCALES if f"{name}{ending}" in tensors), None)
             if scale is None or tensor.ndim != 2:
                 return None
-            grid = scale.float() if scale.ndim == 2 else scale.float().reshape(1, 1)
-            if tensor.shape[0] % grid.shape[0] or tensor.shape[1] % grid.shape[1]:
-                return None
-            block = tensor.shape[0] // grid.shape[0], tensor.shape[1] // grid.shape[1]
-            found[name] = tensor.float() * grid.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+            whole = scale.float() if scale.ndim == 2 else scale.float().reshape(-1, 1)
+            for axis, size in enumerate(tensor.shape):
+                block = _block(size, whole.shape[axis])
+                if block is None:
+                    return None
+                whole = whole.repeat_interleave(block, axis).narrow(axis, 0, size)
+            found[name] = tensor.float() * whole
         else:
             found[name] = tensor
     return found
+
+
+def _block(size: int, scales: int) -> int | None:
+    """How many of ``size`` rows or columns share one of ``scales`` scales: BLOCK, the last scale for what is left, or
+    equal parts. None if neither gives that many scales."""
+    if -(-size // BLOCK) == scales:
+        return BLOCK
+    return None if size % scales else size // scales
 
 
 def float32_bytes(folder: Path) -> int:
