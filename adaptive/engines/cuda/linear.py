@@ -49,7 +49,8 @@ def _hooked(layers: Sequence[Any], x: torch.Tensor, y: torch.Tensor) -> torch.Te
     parts = list(y.split([layer.out_features for layer in layers], dim=-1))
     for number, layer in enumerate(layers):
         for hook in layer._forward_hooks.values():
-            parts[number] = hook(layer, (x,), parts[number])
+            found = hook(layer, (x,), parts[number])
+            parts[number] = parts[number] if found is None else found
     return torch.cat(parts, dim=-1)
 
 
