@@ -60,7 +60,7 @@ def module_logits(head: Head, features: torch.Tensor, tokens: torch.Tensor) -> t
     """The module's logits (n, vocab) of a text (n,), given the target's features (known, width) of its beginning. After
     these the head reads its own."""
     known, width = features.shape
-    cache = DynamicCache(config=head.config)
+    cache = DynamicCache()  # with a config it would drop the keys outside a window, which the mask decides
     shifted = torch.cat([torch.zeros(1, width), features])[: len(tokens)].to(head.fuse.weight.dtype)
     with torch.inference_mode():
         hidden = head(tokens[None, : known + 1], shifted[None], past_key_values=cache)

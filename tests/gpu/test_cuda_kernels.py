@@ -1,6 +1,6 @@
 """The kernels of short passes compute what ``operations.py`` does, and products with bitsandbytes' weights.
 
-TRITON_INTERPRET=1 pytest tests/gpu/test_kernels.py     # without a GPU, where Triton is installed
+TRITON_INTERPRET=1 pytest tests/gpu/test_cuda_kernels.py     # without a GPU, where Triton is installed
 """
 
 from __future__ import annotations
