@@ -20,7 +20,9 @@ from adaptive.control.policy import FixedLength
 from adaptive.control.stopping import Stopping
 from adaptive.drafting.model import ModelDrafter, prepare, warm_up
 from adaptive.drafting.queued import Choice
+from adaptive.engines.cuda import operations
 from adaptive.engines.cuda.forward import DTYPES, FAMILIES, ShortForward
+from adaptive.engines.cuda.linear import product
 from adaptive.engines.hf import graphs
 from adaptive.engines.hf.cache import GROWTH
 from adaptive.engines.hf.engine import TransformersEngine, TransformersSequence
@@ -292,6 +294,7 @@ def test_a_short_forward_that_cannot_be_used_gives_way_to_the_models_own(
         return own(self, *given).flip(-1)
 
     monkeypatch.setattr(ShortForward, "__call__", wrongly)
+    monkeypatch.setattr(graphs, "LEAST_KEYS", 64)
     recorded, plain = engines(made("llama"))
     one, other = recorded.sequence(), plain.sequence()
     for sequence in (one, other):
@@ -303,6 +306,17 @@ def test_a_short_forward_that_cannot_be_used_gives_way_to_the_models_own(
     assert recorded.recorded is not None
     assert (recorded.recorded.problem, recorded.recorded.replayed) == (None, 2)
     assert caplog.text.count("recorded by its own forward") == 1
+    assert {(which.size, which.keys) for which in recorded.recorded.recordings} == {(size, 128) for size in TOKENS}
+
+
+@torch.inference_mode()
+def test_layers_that_read_the_same_input_are_one_product_whatever_biases_they_have() -> None:
+    for biases in ((True, True), (False, False), (True, False)):
+        layers = [torch.nn.Linear(8, 5 + number, bias=bias) for number, bias in enumerate(biases)]
+        x = torch.randn(3, 8)
+        expected = torch.cat([layer(x) for layer in layers], 1)
+        torch.testing.assert_close(product(layers, operations)(x), expected)
+        torch.testing.assert_close(torch.cat([layer(x) for layer in layers], 1), expected)
 
 
 @pytest.mark.parametrize(("fault", "said"), [(wrong, "differs from the eager one"), (unable, "not permitted")])

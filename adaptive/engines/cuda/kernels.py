@@ -1,9 +1,8 @@
 """``operations.py`` as Triton kernels, for bfloat16, float16 and float32 on CUDA, and products with quantised weights.
 
 Attention reads the length of the text from the device's memory. So a recording (``hf/graphs.py``) reads only the keys
-that are there. Products of several tokens with 16-bit weights are cuBLAS's, which reads large
-matrices at 60 to 95% of the memory's bandwidth. For one token there is a kernel, which reads small matrices up to three
-times as fast as cuBLAS.
+that are there. Products of several tokens with 16-bit weights are cuBLAS's, which reads large matrices at 60 to 95% of
+the memory's bandwidth. For one token there is a kernel, which reads small matrices up to three times as fast.
 """
 
 from __future__ import annotations

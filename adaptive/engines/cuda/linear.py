@@ -27,7 +27,10 @@ NF4_BLOCK = 64
 
 def product(layers: Sequence[Any], use: ModuleType) -> Product:
     """The product of an input (n, inputs) with the weights of ``layers``, one after the other: (n, all outputs).
-    ``use`` has the operations. Layers in formats that it does not multiply are called."""
+    ``use`` has the operations. Layers in formats that it does not multiply are called, and those of which some only
+    have a bias."""
+    if len({getattr(layer, "bias", None) is None for layer in layers}) > 1:
+        return lambda x: _called(layers, x)
     if all(map(_is_plain, layers)):
         return _plain(layers, use)
     multiply = _int8(layers, use) or _nf4(layers, use)

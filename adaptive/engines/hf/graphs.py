@@ -155,21 +155,24 @@ class RecordedPasses:
         if chooser is not None:
             self._choosers = [*(one for one in self._choosers if one is not chooser), chooser][-CHOOSERS:]
         self.recordings = {which: one for which, one in self.recordings.items() if self._keeps(which)}
-        forward: ShortForward | None
-        while True:
-            forward = self.engine.short
-            # Our forward reads only the keys that are there, however many a recording may read.
-            most = self._stage.capacity if forward is not None else min(keys, self._stage.capacity)
-            for size in SIZES if chooser is None else CHOSEN:
-                which = Which(size, most, self._hooks, chooser)
-                if which not in self.recordings and self.problem is None:
-                    try:
-                        self._record(which, cache)
-                    except torch.OutOfMemoryError as error:  # what is recorded stays
-                        self._eager_now(error)
-                        return
-            if forward is self.engine.short:
-                return
+        sizes, short = SIZES if chooser is None else CHOSEN, self.engine.short
+        try:
+            self._record_missing(sizes, keys, cache, chooser)
+            if short is not self.engine.short:  # it cannot be used, and what it had recorded is dropped
+                self._record_missing(sizes, keys, cache, chooser)
+        except torch.OutOfMemoryError as error:  # what is recorded stays
+            self._eager_now(error)
+
+    def _record_missing(self, sizes: tuple[int, ...], keys: int, cache: RollbackCache, chooser: Chooser | None) -> None:
+        """Record the passes of these sizes that are missing, until one shows that our forward cannot be used."""
+        assert self._stage is not None
+        short = self.engine.short
+        # Our forward reads only the keys that are there, however many a recording may read.
+        most = min(keys, self._stage.capacity) if short is None else self._stage.capacity
+        for size in sizes:
+            which = Which(size, most, self._hooks, chooser)
+            if which not in self.recordings and self.problem is None and short is self.engine.short:
+                self._record(which, cache)
 
     def _eager_now(self, error: Exception) -> None:
         logger.warning("--cuda-graphs: %s stays eager in this answer: %s", self._name, first_line(error))
