@@ -247,10 +247,9 @@ def main() -> None:
     }
     kept = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     asked = [(spec, text, seed) for spec in specs for text in recipes for seed in range(args.seeds)]
-    names = {
-        one: "|".join(map(str, (*one, args.rounds, args.temperature, args.draft_length, args.set_aside)))
-        for one in asked
-    }
+    pair = pair_identity(settings).id
+    shared = (args.rounds, args.temperature, args.draft_length, args.set_aside, args.answers, args.max_new_tokens)
+    names = {one: "|".join(map(str, (*one, *shared, args.watch, pair))) for one in asked}
     for one in asked:
         if names[one] in kept:
             continue
@@ -274,7 +273,7 @@ def main() -> None:
     torch.set_num_threads(threads)
     report(
         [kept[names[one]] for one in asked],
-        costs_of(args.costs or args.cache / "costs.json", settings, args.temperature),
+        costs_of(args.costs or args.cache / f"costs-{pair}-{args.temperature:g}.json", settings, args.temperature),
         args.plot,
     )
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from click.testing import Result
 from controller_live import Way, interleaved
+from served import end_when_terminated
 from typer.testing import CliRunner
 
 from adaptive.assistant import Assistant
@@ -56,9 +57,10 @@ def adaptive(folder: Path, *arguments: str) -> Result:
 
 def calibration(folder: Path, *options: str) -> dict[str, Any] | None:
     """The report of a calibration; None if the command refused because the machine is busy."""
+    before = _kept(folder)
     done = adaptive(folder, "calibrate", "--json", *options)
     if done.exit_code == 1 and "this machine is busy" in done.stderr:
-        assert not list((folder / "state").rglob("controller.json")), "costs were kept"
+        assert _kept(folder) == before, "costs were kept"
         return None
     assert done.exit_code == 0, done.output
     report: dict[str, Any] = json.loads(done.stdout)
@@ -70,6 +72,11 @@ def calibration(folder: Path, *options: str) -> dict[str, Any] | None:
         flush=True,
     )
     return report
+
+
+def _kept(folder: Path) -> dict[Path, bytes]:
+    """The costs that calibrations have kept."""
+    return {file: file.read_bytes() for file in (folder / "state").rglob("controller.json")}
 
 
 def busy(folder: Path, kind: str, times: int) -> None:
@@ -131,6 +138,7 @@ def main() -> None:
     parser.add_argument("--kind", default="code")
     parser.add_argument("--times", type=int)
     args = parser.parse_args()
+    end_when_terminated()
     if args.part == "busy":
         busy(args.folder, args.kind, args.times or 20)
     else:

@@ -128,11 +128,10 @@ def main() -> None:
     if not answered:
         return
     rows = table(field, results[: answered * len(field)])
-    dtype = str(getattr(pair.target, "model").dtype).removeprefix("torch.")  # noqa: B009
     limit = f"at most {args.tokens}" if args.ends else args.tokens
     peers = "" if args.only_ours else f"; transformers on {threads} of {torch.get_num_threads()} threads"
     timed = "; processor time" if args.processor_time else ""
-    print(f"{answered} prompts, {limit} tokens, temperature {args.temperature}, {dtype}{peers}{timed}\n")
+    print(f"{answered} prompts, {limit} tokens, temperature {args.temperature}, {pair.target.weights}{peers}{timed}\n")
     print(markdown(rows))
 
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import io
 import statistics
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from served import prompts
@@ -82,7 +84,10 @@ def main() -> None:
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     texts = prompts(options.kind, options.prompts)
     rounds: list[dict[str, Sum]] = []
-    with open_pair(load_settings(given), Console(file=io.StringIO())) as opened:
+    with (
+        tempfile.TemporaryDirectory() as home,  # what the user's own state knows would change the speeds
+        open_pair(load_settings({**given, "home": Path(home)}), Console(file=io.StringIO())) as opened,
+    ):
         for number in range(options.rounds + 1):  # the first is not counted: it warms up the policy and the machine
             sums = {name: Sum() for name in FORMATS}
             for place, text in enumerate(texts):

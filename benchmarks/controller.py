@@ -194,7 +194,7 @@ def _replay_one(
                 drafted += 1
         accepted = min(drafted, reject - at)
         draft_s = costs.start_s + steps * costs.draft_s + lag * costs.catch_up_s if steps else 0.0
-        verify_s = costs.verify_s[drafted]
+        verify_s = pass_s(costs, drafted)
         if recorded is not None:  # this changes the true time, not only the observed one
             draft_s, verify_s = draft_s * recorded.at(clock.now), verify_s * recorded.at(clock.now)
             noise = _exactly
@@ -215,10 +215,16 @@ def _exactly(seconds: float) -> float:
     return seconds
 
 
+def pass_s(costs: CostTable, drafted: int) -> float:
+    """Seconds of the pass of a round. With nothing drafted it is a plain step among plain steps. ``verify_s[0]``, after
+    a pass of another length, takes longer: plain decoding would look slow."""
+    return costs.verify_s[drafted] if drafted else costs.plain_step_s
+
+
 def best_per_round(workload: list[Stretch], costs: CostTable) -> float:
     """Tokens per second with the best length in every round, given the number of accepted tokens (no catch-up cost)."""
     tokens, seconds = 0, 0.0
-    cost = [(costs.start_s if k else 0.0) + k * costs.draft_s + costs.verify_s[k] + costs.overhead_s for k in LENGTHS]
+    cost = [(costs.start_s if k else 0.0) + k * costs.draft_s + pass_s(costs, k) + costs.overhead_s for k in LENGTHS]
     for stretch in workload:
         for trace in stretch.traces:
             n = len(trace.accepted)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from controller import UNLIMITED, Clock, Noise, Stretch, read_costs, workloads_of
+from controller import UNLIMITED, Clock, Noise, Stretch, pass_s, read_costs, workloads_of
 from replay_workloads import DEPTH, Trace, load
 
 from adaptive.control.costs import CostTable
@@ -256,7 +256,7 @@ def _replay_one(
         draft_s = 0.0
         if logged.steps:
             draft_s = costs.start_s + logged.steps * costs.draft_s + logged.fed * costs.catch_up_s
-        verify_s = costs.verify_s[len(tokens)] if tokens else costs.plain_step_s
+        verify_s = pass_s(costs, len(tokens))
         who, first = ("none", 0) if proposal is None else (proposal.drafter, proposal.first)
         outcome = Round(who, len(tokens), min(accepted, len(tokens)), noise(draft_s), noise(verify_s), first)
         said = text[held : held + accepted + 1]

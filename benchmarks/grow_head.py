@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from adaptation import as_examples, recipe_of
-from streams import answers_of, stream
+from streams import answers_of, folder_of, stream
 
 from adaptive.engines.head.module import Head
 from adaptive.engines.head.parts import parts_of_folder
@@ -145,7 +145,7 @@ def main() -> None:
     numbers = [int(part) for part in args.generations.split(",")]
     answers = answers_of(args.kind, settings, args.prompts, args.cache, args.temperature, args.answers)
     given = stream(f"stationary:{args.kind}", {args.kind: answers}, numbers[-1], args.set_aside, args.seed)
-    folder = args.cache / f"{args.kind}-{args.temperature:g}"
+    folder = folder_of(args.kind, settings, args.prompts, args.cache, args.temperature)
     said, held = (
         with_features(as_examples(generations), folder, str(target), args.exact)
         for generations in (given.generations, given.held_out[args.kind])

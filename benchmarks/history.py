@@ -8,6 +8,7 @@ Prints processor seconds (the best of five), which a busy machine does not chang
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import tempfile
 import time
@@ -58,6 +59,15 @@ def opened(path: Path, by: By) -> float:
     return time.process_time() - began
 
 
+def counted(path: Path) -> tuple[int, int]:
+    """The number of answers and of rounds in a log."""
+    with contextlib.closing(connect(path)) as connection:
+        answers, rounds = (
+            int(connection.execute(f"SELECT count(*) FROM {name}").fetchone()[0]) for name in ("generations", "rounds")
+        )
+    return answers, rounds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=int, default=20_000)
@@ -72,7 +82,8 @@ def main() -> None:
                 for number in range(args.answers):
                     insert(connection, answer(number, args.rounds, chance))
             connection.close()
-        print(f"{args.answers} answers, {args.answers * args.rounds} rounds, {path.stat().st_size / 1e6:.0f} MB")
+        answers, rounds = counted(path)  # of a kept log, which may have been made with other arguments
+        print(f"{answers} answers, {rounds} rounds, {path.stat().st_size / 1e6:.0f} MB")
         kinds: tuple[By, ...] = ("adapter", "day", "session")
         for by in kinds:
             print(f"by {by}: {min(opened(path, by) for _ in range(5)):.3f} s")

@@ -67,6 +67,7 @@ def show_plain(engine: Engine, tokens: int, repeats: int) -> float:
     @torch.inference_mode()
     def theirs() -> list[float]:
         given = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
+        given["repetition_penalty"] = 1.0  # the checkpoint's would take time
         clocked = Clocked()
         engine.model.generate(ids, max_new_tokens=1 + tokens, streamer=clocked, **given)
         return clocked.times[1:]  # the first time is the prompt's, taken before its pass

@@ -74,12 +74,25 @@ def _proposals(engine: Engine | None, sequences: list[Sequence], length: int) ->
     def call() -> None:
         held = [sequence.length for sequence in sequences]
         calls = [(one, ProposalCall([5], length, engine.vocab_size, GREEDY, [], None)) for one in sequences]
-        if isinstance(engine, ProposesTogether):
+        if isinstance(engine, ProposesTogether) and all(one.fused is not None for one in sequences):
             engine.propose_together(calls)
+        else:
+            for one, wanted in calls:
+                _propose(one, wanted)
         for sequence, kept in zip(sequences, held, strict=True):
             sequence.rollback(kept)
 
     return call
+
+
+def _propose(sequence: Sequence, wanted: ProposalCall) -> None:
+    """One proposal, in a call if the engine can, else token by token."""
+    if sequence.fused is not None:
+        sequence.fused.propose(wanted)
+        return
+    token = wanted.tokens
+    for _ in range(wanted.length):
+        token = [int(sequence.extend(token, 1).argmax())]
 
 
 def _in_turns(calls: dict[tuple[str, int, int], Callable[[], None]], repeats: int) -> dict[tuple[str, int, int], float]:

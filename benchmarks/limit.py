@@ -47,12 +47,17 @@ def bandwidth() -> float:
 
 
 def weight_bytes(engine: Engine) -> int:
-    """Bytes of weights that one pass reads. An embedding table counts only if it is also the output head."""
+    """Bytes of weights that one pass reads: of int8 layers a byte a number, and a float32 scale an output. An embedding
+    table counts only if it is also the output head."""
     assert isinstance(engine, TransformersEngine)
     model = engine.model
     total = sum(parameter.nbytes for parameter in model.parameters())
     embedding = model.get_input_embeddings().weight
-    return total - (0 if embedding is model.get_output_embeddings().weight else embedding.nbytes)
+    total -= 0 if embedding is model.get_output_embeddings().weight else embedding.nbytes
+    for layer in engine.cpu_forward.plan.linears if engine.cpu_forward is not None else ():
+        if layer.int8:
+            total -= layer.nbytes - layer.outputs * (layer.inputs + 4)
+    return total
 
 
 def show_model(name: str, engine: Engine, speed: float) -> None:
@@ -98,15 +103,16 @@ def attention_alone(pair: Pair, context: int, length: int) -> float:
         own = getattr(engine, "cpu_forward", None)
         if own is None:
             return float("nan")
-        p, cache = own.plan, own.cache()
-        keys, values, _ = cache.views(context, context + rows)
-        mask = torch.zeros(rows, context + rows, dtype=p.dtype) if rows > 1 else None
+        # Tensors of the cache's shapes: the kernels' own cache has keys in panels, which torch's attention cannot read.
+        dtype = own.cache_dtype
+        mask = torch.zeros(rows, context + rows, dtype=dtype) if rows > 1 else None
         parts = []
-        for layer in p.attending:
+        for layer in own.plan.attending:
             heads = layer.heads
-            q = torch.randn(1, heads.keys, rows * heads.group, heads.size, dtype=p.dtype)
+            q = torch.randn(1, heads.keys, rows * heads.group, heads.size, dtype=dtype)
+            k, v = (torch.randn(1, heads.keys, context + rows, heads.size, dtype=dtype) for _ in range(2))
             seen = None if mask is None else mask.repeat_interleave(heads.group, 0)
-            parts.append((q, keys[layer.cache], values[layer.cache], seen))
+            parts.append((q, k, v, seen))
         given = torch.get_num_threads()
         torch.set_num_threads(own.threads.best(rows))
 

@@ -35,7 +35,7 @@ from typing import Any
 
 import psutil
 from paired_server import PREFIX
-from served import Served, prompts, served
+from served import Served, end_when_terminated, prompts, served
 
 PROGRAM = Path(__file__).with_name("paired_server.py")
 REGIMES = ("quiet", "busy-start", "comes-and-goes", "throttled")
@@ -188,9 +188,8 @@ def session(options: argparse.Namespace, home: Path, say: Callable[[str], None])
                 say(line(asked[number // 100 * 100 :]))
             long = (number + 1) % LONG_EVERY == 0 and not options.no_learning
             time.sleep(randomly.uniform(*(options.long_pause if long else PAUSE_S)))
-        for said in server.said.splitlines():
-            if any(word in said for word in ("round:", "drafting with", "rolled back", "training run:")):
-                say(f"  {said}")
+        for said in server.news:
+            say(f"  {said}")
         if options.out is not None:
             shutil.copy(server.state / "records.db", options.out.with_suffix(".db"))
             with contextlib.suppress(FileNotFoundError):  # the part not yet checkpointed into the main file
@@ -328,6 +327,7 @@ def main() -> None:
         parser.add_argument(f"--{name}")
     parser.add_argument("--out", type=Path, help="keep every answer's figures (.json) and the log (.db)")
     options = parser.parse_args()
+    end_when_terminated()
 
     def say(text: str) -> None:
         print(text, flush=True)

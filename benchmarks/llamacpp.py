@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from compare import controller
+from served import end_when_terminated
 
 from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.policy import FixedLength, LengthPolicy
@@ -215,6 +216,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    end_when_terminated()
 
     settings = load_settings({"target": args.target, "draft": args.draft, "threads": args.threads})
     pair = load_pair(settings)

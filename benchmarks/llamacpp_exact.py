@@ -61,6 +61,11 @@ def looks(engine: LlamaCppEngine, text: list[int], one: int, other: int) -> list
     return gaps
 
 
+def is_tie(gaps: list[float]) -> bool:
+    """Whether these ``looks`` differ among themselves enough to decide for either token."""
+    return min(gaps) <= 0 <= max(gaps) or abs(gaps[0]) <= max(gaps) - min(gaps)
+
+
 def compare(pair: Pair, prompts: list[PromptLine], tokens: int, lengths: list[int], references: list[list[int]]) -> int:
     """Print every difference and return their number."""
     assert isinstance(pair.target, LlamaCppEngine)
@@ -79,7 +84,7 @@ def compare(pair: Pair, prompts: list[PromptLine], tokens: int, lengths: list[in
             text = encode_chat(pair, prompt.messages) + reference[:place]
             gaps = looks(pair.target, text, reference[place], mine[place])
             noise = max(gaps) - min(gaps)
-            verdict = "a tie" if min(gaps) <= 0 or abs(gaps[0]) <= noise else "NOT A TIE"
+            verdict = "a tie" if is_tie(gaps) else "NOT A TIE"
             print(
                 f"  length {length}, prompt {number}, token {place}: {verdict}, the two logits differ by "
                 f"{gaps[0]:+.5f} and passes of 1 to {LARGEST_PASS} tokens by up to {noise:.5f}"

@@ -33,13 +33,13 @@ def main() -> None:
 
     named = {name: value for name in ("target", "draft") if (value := getattr(args, name))}
     pair = load_pair(load_settings(named))
-    sampling = SamplingParams(temperature=0.7)
     stop = StopParams(max_new_tokens=args.tokens, ignore_eos=True)
     ratios, speeds = [], []
     with tempfile.TemporaryDirectory() as folder, LogWriter(Path(folder) / "records.db") as log:
         assistant = Assistant(pair, FixedLength(4), log)
         for number, prompt in enumerate(read_prompts(args.prompts)[: args.count]):
             speed = {}
+            sampling = SamplingParams(temperature=0.7, seed=number)  # else a pair would be two different texts
             for record in (True, False) if number % 2 else (False, True):
                 for _ in assistant.chat(prompt.messages, sampling, stop, record=record):
                     pass

@@ -3,7 +3,8 @@
 Two processes of the same program differ in speed by up to a tenth for their whole life, depending on their memory
 layout. So a session has to be compared with answers of its own process. A request whose session id is
 ``fixed-3`` is answered with draft length 3 (0 is plain decoding), and does not affect anything that the session
-learns from: it has its own length policy, log and choice of threads, and no listener is called for it.
+learns from: it has its own length policy, log, choice of threads and experience of what history is worth, and no
+listener is called for it. Its history is, as with ``--draft-length 3``, its own text and the session's log.
 
     python benchmarks/paired_server.py serve --port 0 --target ... (as for ``adaptive``)
 """
@@ -11,13 +12,12 @@ learns from: it has its own length policy, log and choice of threads, and no lis
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
+from adaptive.drafting.archive import History
 from adaptive.engines.protocol import Engine
 from adaptive.engines.threads import ThreadChoice
 from adaptive.machine import LoadMeter
@@ -33,6 +33,7 @@ class PairedEngine(EngineThread):
     """An engine thread that answers either as the session does or by a fixed draft length."""
 
     log: LogWriter
+    history: History | None
     choices: dict[int, ThreadChoice]
 
     def __init__(self, *given: Any) -> None:
@@ -57,17 +58,23 @@ class PairedEngine(EngineThread):
         """Within the block, replace everything that learns from an answer."""
         engines = [engine for engine in (assistant.pair.target, assistant.pair.draft) if engine is not None]
         if not hasattr(self, "log"):
-            self.log = LogWriter(Path(tempfile.mkdtemp()) / "records.db")
+            assert self.session is not None
+            # In the state folder, which the benchmark deletes; no second ``records.db``, which would pass for a pair's.
+            self.log = LogWriter(self.session.state.root / "fixed.db")
+            self.history = None if assistant.history is None else History(assistant.history.archive)
             self.choices = {
                 i: ThreadChoice(e.threads.most, LoadMeter()) for i, e in enumerate(engines) if e.threads is not None
             }
-        kept = assistant.policy, assistant.log, assistant.latest, self.speculation, self._listeners
+        kept = assistant.policy, assistant.log, assistant.history, assistant.latest
+        told = self.speculation, self._listeners
         theirs = {i: _choose(engines[i], choice) for i, choice in self.choices.items()}
-        assistant.policy, assistant.log, self._listeners = FixedLength(length), self.log, []
+        assistant.policy, assistant.log, assistant.history = FixedLength(length), self.log, self.history
+        self._listeners = []
         try:
             yield
         finally:
-            assistant.policy, assistant.log, assistant.latest, self.speculation, self._listeners = kept
+            assistant.policy, assistant.log, assistant.history, assistant.latest = kept
+            self.speculation, self._listeners = told
             for i, choice in theirs.items():
                 _choose(engines[i], choice)
 

@@ -139,6 +139,7 @@ def answers(
         with torch.inference_mode():
             made = model.generate(
                 ids, attention_mask=mask, max_new_tokens=longest, do_sample=False, pad_token_id=pad, eos_token_id=end,
+                repetition_penalty=1.0,
                 logits_processor=[functools.partial(drawn, pads, seeds)] if temperature else [],
             )  # fmt: skip
         for i, row in zip(group, made[:, width:].tolist(), strict=True):

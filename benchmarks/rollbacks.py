@@ -27,7 +27,7 @@ from pathlib import Path
 
 import peft  # noqa: F401
 import torch
-from served import Served, prompts, wait_until_served
+from served import Served, end_when_terminated, prompts, wait_until_served
 
 import adaptive.service.server  # noqa: F401 - imported for the servers, which are forked
 from adaptive.pair import load_draft_for_training, pair_identity
@@ -57,6 +57,7 @@ def main() -> None:
     torch.set_num_threads(1)  # no other thread may run when the process forks
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end with this process
     tally = Tally(itertools.cycle(prompts(options.kind, 320)))
+    end_when_terminated()
     with contextlib.ExitStack() as stack:
         home = options.home or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         good = _in_use(home) or _learn(home, tally, options)

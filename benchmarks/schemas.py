@@ -21,6 +21,7 @@ import itertools
 import json
 import pkgutil
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -77,7 +78,10 @@ def main() -> None:
     cases += [] if options.suite is None else suite(options.suite)
     cases += [] if options.tools is None else tools(options.tools)
     found: dict[str, Found] = {}
-    with open_pair(load_settings({"dtype": "float32"}), Console(file=io.StringIO())) as opened:
+    with (
+        tempfile.TemporaryDirectory() as home,  # the user's own state is not for tests
+        open_pair(load_settings({"dtype": "float32", "home": Path(home)}), Console(file=io.StringIO())) as opened,
+    ):
         for case in cases:
             check(opened.assistant, case, options.tokens, found.setdefault(case.source, Found()))
     for source, one in found.items():

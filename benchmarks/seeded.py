@@ -19,12 +19,13 @@ from cli.prompts import read_prompts
 def main() -> None:
     """Print acceptance and tokens a round, by temperature and rule."""
     parser = argparse.ArgumentParser()
-    for name, default in (("--prompts", 40), ("--tokens", 60), ("--length", 4)):
+    parser.add_argument("--prompts", type=int, default=40, help="of all kinds together, at least one of each")
+    for name, default in (("--tokens", 60), ("--length", 4)):
         parser.add_argument(name, type=int, default=default)
     args = parser.parse_args()
     pair = load_pair(load_settings({"device": "cpu"}))
     files = sorted((BUNDLED / "prompts").glob("*.jsonl"))
-    prompts = [prompt for file in files for prompt in read_prompts(file)[: args.prompts // len(files)]]
+    prompts = [prompt for file in files for prompt in read_prompts(file)[: max(1, args.prompts // len(files))]]
     assistant = Assistant(pair, FixedLength(args.length), None)
     assistant.chance = random.Random(1)
     for temperature in (0.7, 1.0):

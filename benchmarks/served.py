@@ -40,6 +40,12 @@ class Served:
         """The server's output so far."""
         return (self.home / "stderr").read_text(encoding="utf-8")
 
+    @property
+    def news(self) -> list[str]:
+        """The lines of its output about training runs, and about adapters that came into use or were withdrawn."""
+        words = ("training run:", "now drafting with", "is rolled back")
+        return [line for line in self.said.splitlines() if any(word in line for word in words)]
+
     def get(self, path: str) -> Any:
         """The JSON at ``path``."""
         return httpx.get(self.url + path, timeout=PATIENCE_S).raise_for_status().json()
@@ -50,12 +56,19 @@ class Served:
         return httpx.post(self.url + path, json=body, headers=headers, timeout=PATIENCE_S).raise_for_status().json()
 
 
+def end_when_terminated() -> None:
+    """Let SIGTERM end this program as ctrl-C does: by default it would leave the programs that it started running. To
+    be called before they are started."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 @contextlib.contextmanager
 def served(
     home: Path, options: Sequence[str] = (), program: Sequence[str] = ("-m", "cli.main"), **settings: object
 ) -> Iterator[Served]:
     """Run ``adaptive serve`` on the bundled pair, with ``settings`` by their names in ``adaptive.toml``. ``program``:
     the arguments with which Python runs the command instead of ``adaptive``."""
+    end_when_terminated()
     home.mkdir(parents=True, exist_ok=True)
     environment = {f"ADAPTIVE_{name.upper()}": str(value) for name, value in {"home": home, **settings}.items()}
     command = [sys.executable, *program, "serve", "--port", "0", *options]

@@ -54,9 +54,8 @@ def main() -> None:
                 answers[policy].append(_ask(servers[policy], text, number, options))
             if (number + 1) % options.block == 0:
                 _print_block(number + 1, answers, options.block)
-        for line in servers["idle"].said.splitlines():
-            if "round:" in line or "drafting" in line or "rolled back" in line:
-                print(line)
+        for line in servers["idle"].news:
+            print(line)
     _print_plot(answers, options.block)
     block = options.block
     first, last, plain = answers["idle"][:block], answers["idle"][-block:], answers["off"][-block:]

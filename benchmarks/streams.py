@@ -3,12 +3,13 @@
 In:  prompt files by kind and a target. Out: ``Stream``: generations in order, and held-out ones.
 
 The target's text does not depend on the draft (decoding is lossless), so each prompt is answered
-once and logged with the stored distributions into ``CACHE/<kind>-<temperature>/records.db``. Every
+once and logged with the stored distributions into the ``records.db`` of a folder in ``CACHE``. Every
 recipe and seed replays the same answers.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ import torch
 
 from adaptive.decoding.supervision import SupervisionBuffer
 from adaptive.errors import AdaptiveError
-from adaptive.pair import load_tokenizer, sources
+from adaptive.pair import base_of, load_tokenizer, sources
 from adaptive.records.log import Log
 from adaptive.records.writer import LogWriter
 from adaptive.sampling import transform_logits
@@ -85,10 +86,18 @@ def stream(spec: str, answers: dict[str, Answers], length: int, set_aside: int, 
     return Stream(ordered[:length], held_out)
 
 
+def folder_of(kind: str, settings: Settings, prompts: Path, cache: Path, temperature: float) -> Path:
+    """The folder of the answers to ``prompts/<kind>.jsonl``. The end of its name depends on all else that decides their
+    text: the target's weights, the longest answer and the prompts."""
+    target = base_of(sources(settings)[0]).weights
+    decides = f"{target} {settings.answer_tokens} ".encode() + (prompts / f"{kind}.jsonl").read_bytes()
+    return cache / f"{kind}-{temperature:g}-{hashlib.sha256(decides).hexdigest()[:8]}"
+
+
 def answers_of(kind: str, settings: Settings, prompts: Path, cache: Path, temperature: float, each: int) -> Answers:
     """``each`` answers to every prompt of ``prompts/<kind>.jsonl``; answers already in the cache are reused."""
     chats = [prompt.messages for prompt in read_prompts(prompts / f"{kind}.jsonl")]
-    folder = cache / f"{kind}-{temperature:g}"
+    folder = folder_of(kind, settings, prompts, cache, temperature)
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "records.db"
     found: list[list[Generation]] = [[] for _ in chats]
@@ -140,6 +149,7 @@ def _generate(
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
     how = {} if sampling.greedy else {"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+    how["repetition_penalty"] = sampling.repetition_penalty  # not the checkpoint's, which the record would not show
     with torch.inference_mode():
         made = target.generate(
             ids, attention_mask=mask, max_new_tokens=longest, do_sample=not sampling.greedy, pad_token_id=pad, **how

@@ -100,10 +100,10 @@ def _client(server: Served, number: int, tokens: int, over: threading.Event, giv
 def _swap(server: Served, names: cycle[str], swaps: int) -> list[tuple[float, float, bool]]:
     """Promote the adapters in turn. Returns periods of time (from, to, with swaps), all with the same pauses."""
     spans = []
-    for _ in range(0, swaps, STRETCH):
+    for done in range(0, swaps, STRETCH):
         for with_swaps in (False, True):
             began = time.perf_counter()
-            for _ in range(STRETCH):
+            for _ in range(min(STRETCH, swaps - done)):
                 if with_swaps:
                     server.post(f"/adaptive/adapters/{next(names)}/promote", {})
                 else:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from served import end_when_terminated
 
 BUNDLED = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled"
 # Seconds allowed for a program to start.
@@ -143,6 +144,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=128)
     given = parser.parse_args()
+    end_when_terminated()
     if (given.upstream is None) != (given.through is None):
         parser.error("--upstream and --through go together")
     lines = [line for file in sorted((BUNDLED / "prompts").glob("*.jsonl")) for line in file.open(encoding="utf-8")]
@@ -154,7 +156,8 @@ def main() -> None:
         if upstream is None:
             home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             pair = ("--target", str(BUNDLED / "target"), "--draft", str(BUNDLED / "draft"), "--distill", "off")
-            upstream = stack.enter_context(started(home, "serve", *pair))
+            # The second answer to a prompt would be drafted from the first, whichever way that went.
+            upstream = stack.enter_context(started(home, "serve", "--history", "off", *pair))
             wait_until_ready(upstream)
             through = stack.enter_context(started(home, "learn", "--upstream", upstream, *pair))
         print(json.dumps(compare(upstream, through, prompts, given.tokens), indent=2))

@@ -32,6 +32,7 @@ from typing import Any
 
 import httpx
 import openai
+from served import end_when_terminated
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from upstream import BUNDLED, started, wait_until_ready
 
@@ -282,6 +283,7 @@ def main() -> None:
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--until", choices=("distilled", "published", "raced"), default="raced")
     given = parser.parse_args()
+    end_when_terminated()
     given.work.mkdir(parents=True, exist_ok=True)
     work = Work(
         given.work.resolve(), given.server, given.target.resolve(), given.draft.resolve(), given.encoding,

@@ -26,7 +26,7 @@ import torch
 from adaptation import as_examples
 from grow_head import grown, with_features
 from head_costs import interleaved
-from streams import answers_of, stream
+from streams import answers_of, folder_of, stream
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from adaptive.engines.head.engine import HeadEngine
@@ -100,7 +100,10 @@ def steps(width: int, vocab: int, few: list[int], threads: list[int], int8: bool
             assert sequence.fused is not None
             calls[f"{name} {way}"] = partial(proposed, sequence.fused, sequence.rollback, params, vocab)
     for count in threads:
-        torch.set_num_threads(count)
+        torch.set_num_threads(count)  # the most that passes may have
+        for engine in heads.values():
+            if engine.threads is not None:  # not one thread where that is faster: the line names a number
+                engine.threads.held = count
         for name, seconds in interleaved(calls, TURNS).items():
             print(f"{count} threads, {name}: {1000 * float(np.median(seconds)) / LENGTH:.2f} ms a step", flush=True)
 
@@ -150,7 +153,7 @@ def acceptance(cache: Path, kind: str, count: int, train: bool) -> None:
     answers = answers_of(kind, settings, PROMPTS, cache, 0.7, 1)
     given = stream(f"stationary:{kind}", {kind: answers}, count, HELD, 0)
     told, held = (
-        with_features(as_examples(some), cache / f"{kind}-0.7", str(target), False)
+        with_features(as_examples(some), folder_of(kind, settings, PROMPTS, cache, 0.7), str(target), False)
         for some in (given.generations, given.held_out[kind])
     )
     head = Head(parts_of_folder(target), torch.float32)

@@ -57,7 +57,9 @@ def calibrate(
     prompts: Annotated[
         Optional[Path], typer.Option(help="Prompts of the init sample: JSON lines; then the log is not used.")
     ] = None,
-    answers: Annotated[int, typer.Option(help="Answers of the init sample.", min=1)] = ANSWERS,
+    answers: Annotated[
+        int, typer.Option(help=f"Answers of the init sample; at most {len(PROMPTS)} without --prompts.", min=1)
+    ] = ANSWERS,
     other_target: OtherTarget = None,
     other_draft: OtherDraft = None,
     busy: Annotated[

@@ -23,14 +23,14 @@ from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair
 from adaptive.records.stats import count_rounds, tokens_per_round
 from adaptive.types import SamplingParams, StopParams
+from cli.prompts import PromptLine, bare_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from cli.prompts import PromptLine
-
-# Tokens of the unrecorded answer that every contender gives first.
-WARM_UP = 16
+# The unrecorded answer that every contender gives first: to a prompt of its own, since ours and servers find a prompt
+# that they have answered in their caches. And its tokens.
+WARM_UP_PROMPT, WARM_UP = "Which of the months of the year have thirty days?", 16
 # Seconds that an external server may take for one answer.
 PEER_PATIENCE = 600.0
 
@@ -61,7 +61,7 @@ class Row:
     loops: float
 
 
-Answer = Callable[["PromptLine", int], tuple[list[int], float | None]]
+Answer = Callable[[PromptLine, int], tuple[list[int], float | None]]
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,8 @@ def theirs(name: str, pair: Pair, sampling: SamplingParams, threads: int, **how:
     target = transformers_model(pair.target)
     draft = transformers_model(pair.draft) if "assisted" in how else None
     arguments: dict[str, Any] = {"do_sample": not sampling.greedy, "use_cache": True, "eos_token_id": None}
+    # Not the checkpoint's own: a penalty would change the text and take time, and ours follows ``sampling`` alone.
+    arguments["repetition_penalty"] = sampling.repetition_penalty
     if not sampling.greedy:
         arguments |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
         if sampling.min_p:  # a 0 would cost time at every token
@@ -180,9 +182,9 @@ def race(
     warm_up: bool = True,
 ) -> Iterator[Result]:
     """Every contender on every prompt, in rotating order, timed by ``clock``; before, with ``warm_up``, each answers
-    one of them briefly."""
+    another prompt briefly."""
     for contender in contenders if warm_up else ():
-        contender.answer(prompts[0], WARM_UP)
+        contender.answer(bare_prompt(WARM_UP_PROMPT), WARM_UP)
     for number, prompt in enumerate(prompts):
         start = number % len(contenders)
         for contender in (*contenders[start:], *contenders[:start]):

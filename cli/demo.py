@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from adaptive.decoding.loop import Decoding
     from adaptive.opened import OpenedPair
+    from adaptive.records.writer import LogWriter
     from adaptive.settings import Settings
     from cli.prompts import PromptLine
     from trainers.run import DistillOutcome
@@ -286,13 +287,12 @@ class Tour:
         if adapter is None:
             return
         self.ways["draft"].use(adapter)
-        for prompt in self.judged:
-            self._answer("draft", prompt, DRAFT_LENGTH, record=True)
-        assert session.assistant.log is not None
-        session.assistant.log.flush()
-        log = Log(session.state.records)
-        found = history(log.figures(), by="adapter", points=24)
-        log.close()
+        with _copy_of_the_log(session) as copy:
+            for prompt in self.judged:
+                self._answer("draft", prompt, DRAFT_LENGTH, record=True)
+            copy.flush()
+            with Log(copy.path) as log:
+                found = history(log.figures(), by="adapter", points=24)
         self._say(f"The draft's answers in the log, before and after its adapter {adapter}:")
         # Written directly: rich would wrap and restyle the text that plotext has laid out.
         plot = plot_history(found.series, found.swaps, self.console.width, colour=has_colour(self.console))
@@ -353,6 +353,29 @@ class Tour:
             soft_wrap=True,
             markup=False,
         )
+
+
+@contextlib.contextmanager
+def _copy_of_the_log(session: OpenedPair) -> Iterator[LogWriter]:
+    """Log into a copy of the session's log, which is deleted at the end. In the log itself of a folder that is kept,
+    answers to the judged prompts would be learned from by the next demo."""
+    import sqlite3
+
+    from adaptive.records.writer import LogWriter
+
+    own = session.assistant.log
+    assert own is not None
+    own.flush()
+    with tempfile.TemporaryDirectory(prefix="adaptive-demo-") as folder:
+        path = Path(folder) / "records.db"
+        with contextlib.closing(sqlite3.connect(own.path)) as log, contextlib.closing(sqlite3.connect(path)) as copy:
+            log.backup(copy)
+        with LogWriter(path) as writer:
+            session.assistant.log = writer
+            try:
+                yield writer
+            finally:
+                session.assistant.log = own
 
 
 def listed(parts: list[str]) -> str:

@@ -47,6 +47,20 @@ def test_answers_are_made_once_and_more_are_added(pair: Settings, tmp_path: Path
     assert all(len(g.supervision.rest) == len(g.output) for made in twice.by_prompt for g in made if g.supervision)
 
 
+def test_answers_of_another_length_target_or_file_are_not_taken_from_the_cache(pair: Settings, tmp_path: Path) -> None:
+    def made(given: Settings) -> list[list[int]]:
+        answers = answers_of("a", given, tmp_path, tmp_path / "cache", 0.7, 1)
+        return [generations[0].output.tolist() for generations in answers.by_prompt]
+
+    first = made(pair)
+    assert max(map(len, made(pair.model_copy(update={"max_new_tokens": 7})))) <= 7
+    assert made(pair.model_copy(update={"target": pair.draft})) != first
+    assert made(pair) == first
+    lines = (tmp_path / "a.jsonl").read_text().splitlines()
+    (tmp_path / "a.jsonl").write_text("\n".join(lines[:30]))
+    assert len(made(pair)) == 30
+
+
 def test_streams_have_their_shape_and_never_show_what_is_set_aside(pair: Settings, tmp_path: Path) -> None:
     answers = answered(pair, tmp_path)
     for spec, kinds in (
@@ -75,8 +89,8 @@ def test_it_reports_gain_retention_and_break_even(
     arguments = [
         "adaptation.py", "--target", str(pair.target), "--draft", str(pair.draft), "--prompts", str(tmp_path),
         "--cache", str(tmp_path / "cache"), "--costs", str(tmp_path / "costs.json"), "--json", str(tmp_path / "r.json"),
-        "--stream", "change:a,b", "--stream", "stationary:b", "--rounds", "40,80", "--answers", "2",
-        "--set-aside", "10", "--max-new-tokens", "20", "--seeds", "2", "--recipe", "rank=4,epochs=8,learning_rate=0.02",
+        "--stream", "change:a,b", "--stream", "stationary:b", "--rounds", "75,150", "--answers", "3",
+        "--set-aside", "10", "--max-new-tokens", "40", "--seeds", "2", "--recipe", "rank=4,epochs=8,learning_rate=0.02",
         "--recipe", "full=all,epochs=2,learning_rate=0.005", "--plot",
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", arguments)
@@ -92,6 +106,12 @@ def test_it_reports_gain_retention_and_break_even(
     again = capsys.readouterr().out
     assert "s of training" in said
     assert "s of training" not in again  # nothing was run again
+    for watched in ("", "a"):
+        one = ["--stream", "stationary:b", "--rounds", "75", "--seeds", "1", "--recipe", "rank=4,epochs=1"]
+        one += ["--answers", "3", "--set-aside", "10", "--max-new-tokens", "40", "--watch", watched]
+        monkeypatch.setattr(sys, "argv", [*arguments[:13], *one])
+        adaptation.main()
+        assert capsys.readouterr().out.count("s of training") == 1  # what else is watched is part of a result
 
 
 def test_shuffled_supervision_is_the_same_rows_elsewhere(pair: Settings, tmp_path: Path) -> None:

@@ -13,12 +13,15 @@ from cli.contenders import repeated
 
 def test_bench_lists_every_contender_with_the_same_greedy_answer(adaptive: Command, tmp_path: Path) -> None:
     target, draft = save_random_pair(tmp_path / "pair", "qwen2")
+    for model in (target, draft):  # a checkpoint that recommends a penalty, which no contender follows
+        config = json.loads((model / "generation_config.json").read_text())
+        (model / "generation_config.json").write_text(json.dumps({**config, "repetition_penalty": 5.0}))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "One and two"}\n{"prompt": "Three"}\n')
     code, out, err = adaptive(
         "bench",
         *("--target", str(target), "--draft", str(draft), "--dtype", "float32", "--prompts", str(prompts)),
-        *("--tokens", "8", "--lengths", "2", "--json"),
+        *("--tokens", "24", "--lengths", "2", "--json"),
     )
     assert code == 0, err
     rows = {row["contender"]: row for row in json.loads(out)["rows"]}

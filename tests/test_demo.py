@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -11,14 +12,18 @@ from pathlib import Path
 import pexpect
 import pytest
 from conftest import BUNDLED, Command
+from rich.console import Console
+from test_service_learning import publish_random_adapter
 
 from adaptive.opened import opened
 from adaptive.pair import load_pair
 from adaptive.records.features import FeatureSpool
+from adaptive.records.log import Log
 from adaptive.settings import Settings
 from adaptive.types import Message, SamplingParams, StopParams
 from cli import demo
 from cli.demo_head import hidden_states
+from cli.demo_ways import Way
 
 # Few and short answers, but enough for the first training of a head.
 SHORT = {"JUDGED": 2, "LEARNED": 56, "TOKENS": 32, "HEAD_SECONDS": 3.0, "COMPARED": 2}
@@ -79,6 +84,25 @@ def test_the_head_of_the_demo_stands_in_the_table_and_is_kept_as_what_the_target
     assert status == 0, err
     assert "0001" in out
     assert "in use" in out
+
+
+def test_a_kept_log_holds_no_answers_to_the_prompts_that_the_next_demo_judges_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "JUDGED", 2)
+    monkeypatch.setattr(demo, "TOKENS", 8)
+    shown = io.StringIO()
+    settings = Settings(home=tmp_path, draft_length="4", history="off", record=True)
+    with opened(settings, load_pair(settings)) as session:
+        tour = demo.Tour(settings, Console(file=shown))
+        tour.ways["draft"] = Way.of(session, demo.KIND)
+        tour._answer("draft", tour.learned[0], 4, record=True)
+        tour._plot(session, publish_random_adapter(session.store, tmp_path / "made"))
+        tour._answer("draft", tour.learned[1], 4, record=True)  # logged as before
+        records = session.state.records
+    assert "before and after its adapter 0001" in " ".join(shown.getvalue().split())
+    with Log(records) as log:
+        assert [logged.generation.messages for logged in log.generations()] == [p.messages for p in tour.learned[:2]]
 
 
 def heed_interrupts() -> None:

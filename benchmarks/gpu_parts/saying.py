@@ -86,6 +86,7 @@ def continued(engine: Engine, prompt: list[int], tokens: int) -> list[int]:
     """The greedy continuation of the prompt by transformers' own ``generate`` with the same model."""
     ids = torch.tensor([prompt], device=engine.device)
     given = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    given |= {"repetition_penalty": 1.0}  # the checkpoint's would change the text
     with torch.inference_mode():
         out = model_of(engine).model.generate(ids, attention_mask=torch.ones_like(ids), **given)  # type: ignore[operator]
     return out[0, len(prompt) :].tolist()

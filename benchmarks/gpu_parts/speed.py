@@ -179,8 +179,9 @@ def _raced(
     field += [ours(name, pair, policy, sampling) for name, policy in _controllers(pair, costs).items()]
     if peers:
         field += _theirs(pair, sampling, bench.scale.lengths[-1])
-    given = of_every_kind(bench.scale.prompts)
-    says = [partial(one.answer, given[0]) for one in field]
+    # The last one is not raced: ours would find it in its caches.
+    *given, other = of_every_kind(bench.scale.prompts + 1)
+    says = [partial(one.answer, other) for one in field]
     tokens = fitting(says, budget, bench.scale.race_tokens)
     turns, results = race(field, given, tokens, warm_up=False), []
     while len(results) < len(field) * len(given):
