@@ -158,7 +158,7 @@ class Assistant:
             raise AdaptiveError("nothing is logged (record is off), so that there is nothing to learn from")
         self._assistant.log.flush()
         state, report = self._opened.state, None
-        order = Order(self.settings.for_worker(), str(state.root), False, None, resolved())
+        order = Order(self.settings.for_worker(), str(state.root), False, models=resolved())
         with start_worker(state.root / "trainer.log") as worker:
             assert worker.stdin is not None
             assert worker.stdout is not None

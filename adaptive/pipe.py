@@ -29,14 +29,16 @@ LAST: tuple[Stage, ...] = ("done", "refused", "stopped", "memory", "taken")
 class Order:
     """One training run: the settings as plain JSON values, the folder of the pair's state, and whether to begin paused.
 
-    ``reconsider`` names an adapter to judge again, instead of training one. ``models`` are the resolved names of hub
+    ``review``: instead of training, compare the draft in use with the plain one and with the adapter ``doubted``.
+    ``models`` are the resolved names of hub
     models (``adaptive.hub.resolved``).
     """
 
     settings: dict[str, Any]
     state: str
     paused: bool
-    reconsider: str | None = None
+    review: bool = False
+    doubted: str | None = None
     models: list[tuple[str, str | None, str]] = field(default_factory=list)
 
     def line(self) -> str:
@@ -51,7 +53,9 @@ class Order:
 
 @dataclass(frozen=True)
 class Report:
-    """The state of a training run: ``share`` is the completed share, 0 to 1; ``adapter`` the adapter it has made."""
+    """The state of a training run: ``share`` is the completed share, 0 to 1; ``adapter`` the adapter it has made;
+    ``until`` the newest record that it has read, if that is known. Of a review: ``adapter`` is that of the best draft,
+    None for the plain one; ``better``: than the one in use."""
 
     stage: Stage
     message: str
@@ -60,6 +64,8 @@ class Report:
     acceptance: float | None = None
     adapter: str | None = None
     promoted: bool = False
+    until: int | None = None
+    better: bool = False
 
     def line(self) -> str:
         """One line of JSON."""

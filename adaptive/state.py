@@ -32,6 +32,11 @@ class PairState:
         return self.root / "training.safetensors"
 
     @property
+    def rehearsal(self) -> Path:
+        """Text that the plain draft wrote for training (``trainers.rehearsal``)."""
+        return self.root / "rehearsal.safetensors"
+
+    @property
     def features(self) -> Path:
         """The feature spool: hidden states of the target at logged positions."""
         return self.root / "features"

@@ -29,6 +29,8 @@ app = group(
 
 Name = Annotated[str, typer.Argument(metavar="ID", help="Id of an adapter, as 7 or 0007; current is the one in use.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+# How many of the newest adapters ``prune`` keeps if it is not told: as many as runs do (default of ``keep_adapters``).
+KEPT = 5
 
 
 @app.command("list")
@@ -53,7 +55,8 @@ def list_(settings: Settings, as_json: AsJson = False) -> None:
     else:
         console.print("no adapter yet; `adaptive distill` trains one from the log")
     for name in store.damaged():
-        console.print(f"{name} is damaged and not used; `adaptive adapters prune` deletes it", highlight=False)
+        deleted = "; `adaptive adapters prune` deletes it" if _prunable(store, name) else ""
+        console.print(f"{name} is damaged and not used{deleted}", highlight=False)
 
 
 @app.command()
@@ -133,7 +136,7 @@ def rollback(
 
 @app.command()
 @shared_options(*PAIR)
-def prune(settings: Settings, keep: Annotated[int, typer.Option(help="How many of the newest stay.")] = 5) -> None:
+def prune(settings: Settings, keep: Annotated[int, typer.Option(help="How many of the newest stay.")] = KEPT) -> None:
     """Delete old adapters, never the one in use nor the one a rollback returns to. Training runs do that by themselves
     (setting keep_adapters).
 
@@ -331,6 +334,20 @@ def server_command(settings: Settings, draft: Path) -> str:
 
 def _gguf(name: str | None, otherwise: str) -> str:
     return name if name is not None and name.lower().endswith(".gguf") else otherwise
+
+
+def _prunable(store: AdapterStore, damaged: str) -> bool:
+    """Whether ``prune`` deletes this damaged folder. It keeps the newest of all, so that no id is used twice, and of
+    those that are not set aside (0007.damaged) the newest KEPT and the one in use."""
+    names = [*(manifest.id for manifest in store.list()), *store.damaged()]
+    newer = [name for name in names if _number(name) > _number(damaged)]
+    if not damaged.isdecimal():
+        return bool(newer)
+    return damaged != store.current_id() and sum(name.isdecimal() for name in newer) >= KEPT
+
+
+def _number(folder: str) -> int:
+    return int(folder.split(".")[0])
 
 
 def _resolve(store: AdapterStore, name: str) -> str:

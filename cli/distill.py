@@ -77,6 +77,10 @@ def distill(
         Optional[str],
         typer.Option(help="auto, forward-kl, reverse-kl, js, tv, kl-tv or cross-entropy.", rich_help_panel=TRAINING),
     ] = None,
+    rehearsed: Annotated[
+        Optional[int],
+        typer.Option(help="Texts by the draft itself in each update, to keep what it knows.", rich_help_panel=TRAINING),
+    ] = None,
     from_current: Annotated[
         bool,
         typer.Option("--from-current", help="Go on from the adapter in use, not from zero.", rich_help_panel=TRAINING),
@@ -109,7 +113,7 @@ def distill(
         raise AdaptiveError(elsewhere)
     if prompts is None:
         wait(spins=0)  # beside another busy process, a training step takes tenths of seconds; with spinning, seconds
-    recipe = _recipe(settings, records, epochs, max_seconds, rank, lr, loss, from_current)
+    recipe = _recipe(settings, records, epochs, max_seconds, rank, lr, loss, rehearsed, from_current)
     promotion: Promotion = "never" if no_promote else "force" if force else "gate"
 
     from rich.console import Console
@@ -154,13 +158,14 @@ def run(
     """
     # PEFT imports bitsandbytes, which warns about a missing 4-bit kernel; nothing here uses 4 bits.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    from adaptive.pair import load_draft_for_training, pair_identity
+    from adaptive.pair import load_draft_for_training, load_tokenizer, pair_identity
     from adaptive.records.features import spool_of
     from adaptive.state import open_state
     from checkpoints.store import AdapterStore
     from trainers import processes
     from trainers.dataset import read_log
     from trainers.lock import only_trainer
+    from trainers.rehearsal import rehearsal_of
     from trainers.run import distill as train
     from trainers.run import tidy
 
@@ -186,6 +191,7 @@ def run(
                 state=state.training,
                 rivals=_rivals(recipe, draft) if compare else (),
                 spool=spool_of(state, settings.feature_gb),
+                rehearsal=rehearsal_of(load_tokenizer(settings), state.rehearsal, identity.base.weights),
             )
         return replace(outcome, notes=(*outcome.notes, *tidy(store, state, settings.keep_adapters)))
 
@@ -206,10 +212,10 @@ def _prompts(file: Path) -> list[PromptLine]:
 
 
 def _chats(settings: Settings, file: Path) -> Dataset:
-    from adaptive.pair import load_tokenizer
-    from trainers.chats import read_chats
+    from adaptive.pair import load_tokenizer, sources
+    from trainers.chats import end_tokens, read_chats
 
-    return read_chats(file, load_tokenizer(settings))
+    return read_chats(file, load_tokenizer(settings), end_tokens(sources(settings)[0]))
 
 
 def _recipe(
@@ -220,6 +226,7 @@ def _recipe(
     rank: int | None,
     lr: float | None,
     loss: str | None,
+    rehearsed: int | None,
     from_current: bool,
 ) -> Recipe:
     """The default recipe with the given choices. Raises AdaptiveError, which names a value that cannot work."""
@@ -233,6 +240,7 @@ def _recipe(
         "rank": rank,
         "learning_rate": lr,
         "loss": loss,
+        "rehearsed": rehearsed,
         "seed": settings.seed,
         "start": "parent" if from_current else None,
         "draft_length": int(length) if length.isdecimal() and int(length) > 0 else TABLE_DRAFT_LENGTH,
@@ -271,7 +279,7 @@ def progress_bar(console: Console, doing: str = "distilling") -> Iterator[Callab
     columns = (
         TextColumn(doing),
         BarColumn(),
-        TextColumn("{task.fields[steps]} steps  loss {task.fields[loss]}"),
+        TextColumn("{task.fields[steps]}  loss {task.fields[loss]}"),
         TextColumn("held-out acceptance {task.fields[acceptance]}  {task.fields[left]}"),
     )
     with Bar(*columns, console=console, transient=True, disable=not console.is_interactive) as bar:
@@ -283,13 +291,17 @@ def progress_bar(console: Console, doing: str = "distilling") -> Iterator[Callab
                 task,
                 completed=progress.step,
                 total=progress.steps,
-                steps=f"{progress.step}/{progress.steps}",
-                loss=f"{progress.loss:.3f}",
-                acceptance=f"{progress.held_out_acceptance:.3f}",
+                steps=f"{progress.step}/{progress.steps} {'texts to keep' if progress.writing else 'steps'}",
+                loss=_known(progress.loss),
+                acceptance=_known(progress.held_out_acceptance),
                 left=f"{left / 60:.0f} min left" if left >= 90 else f"{left:.0f} s left" if math.isfinite(left) else "",
             )
 
         yield report
+
+
+def _known(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "…"
 
 
 def show(outcome: DistillOutcome, settings: Settings, console: Console) -> None:

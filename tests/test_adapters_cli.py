@@ -65,6 +65,26 @@ def test_list_of_an_empty_store_says_how_to_fill_it(own_home: Path) -> None:
     assert json.loads(run("list", "--json")) == []
 
 
+def test_list_says_that_prune_deletes_a_damaged_adapter_only_where_it_does(store: AdapterStore) -> None:
+    def said(names: set[str]) -> dict[str, bool]:
+        lines = [line for line in run("list").splitlines() if "is damaged and not used" in line]
+        assert {line.split()[0] for line in lines} == names
+        return {line.split()[0]: "`adaptive adapters prune` deletes it" in line for line in lines}
+
+    (store.path("0003") / "manifest.json").write_text("{")
+    assert said({"0003"}) == {"0003": False}
+    (store.root / "0003").rename(store.root / "0003.damaged")
+    assert said({"0003.damaged"}) == {"0003.damaged": False}
+    for _ in range(6):
+        store.publish(write, NEW)
+    for name in ("0001", "0004", "0005"):
+        (store.path(name) / "manifest.json").write_text("{")
+    damaged = said({"0001", "0003.damaged", "0004", "0005"})
+    assert damaged == {"0001": True, "0003.damaged": True, "0004": True, "0005": False}
+    run("prune")
+    assert set(store.damaged()) == {name for name, deleted in damaged.items() if not deleted}
+
+
 def test_show_tells_whether_the_files_are_whole(store: AdapterStore) -> None:
     assert "2, whole" in run("show", "3")
     assert json.loads(run("show", "current", "--json"))["id"] == "0002"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -125,3 +127,40 @@ def test_student_quantiles_are_within_three_percent() -> None:
         for probability in (0.95, 0.975, 0.999, 0.9999):
             exact = stats.t.ppf(probability, freedom)
             assert student_quantile(probability, freedom) == pytest.approx(exact, rel=0.03)
+
+
+def tasks(rng: np.random.Generator, count: int, steps: int, spread: float = 0.05) -> HeldOut:
+    """Figures of a useless adapter on ``count`` tasks of an agent with ``steps`` answers each: it gains on some tasks
+    and loses on others, ``spread`` on average, by about the same on each of a task's steps."""
+    before = replays(rng, count, 0.5)
+    shifted = [(one, rng.normal(0, spread)) for one in before]
+    both = []
+    for fold, (one, shift) in enumerate(shifted):
+        several = [replace(one, fold=fold / count)] * steps
+        both += [(a, replace(b, fold=a.fold)) for a, b in zip(several, changed(rng, several, shift, 0.01), strict=True)]
+    return held_out([a for a, _ in both], [b for _, b in both], draft_length=4)
+
+
+def test_answers_to_one_prompt_are_one_piece_of_evidence() -> None:
+    rng = np.random.default_rng(0)
+    before = [replace(one, fold=one.id / 10) for one in replays(rng, 10, 0.4)]
+    after = [replace(b, fold=a.fold) for a, b in zip(before, changed(rng, before, 0.1, 0.05), strict=True)]
+    once, often = held_out(before, after, 4), held_out(before * 20, after * 20, 4)
+    assert often.generations == once.generations == 10
+    assert often.positions == 20 * once.positions
+    for name in ("gain", "acceptance_after", "mean_acceptance_length_after"):
+        assert getattr(often, name).low == pytest.approx(getattr(once, name).low)
+        assert getattr(often, name).high == pytest.approx(getattr(once, name).high)
+
+
+def test_many_answers_to_few_prompts_are_too_little_to_judge_by() -> None:
+    verdict = judge(tasks(np.random.default_rng(0), 2, 20), None, streak=1)
+    assert not verdict.promote
+    assert "too little to judge by: answers to 2 held-out prompts" in verdict.reason
+
+
+@pytest.mark.thorough
+def test_the_steps_of_an_agent_lead_to_no_more_false_promotions() -> None:
+    rng = np.random.default_rng(0)
+    passed = sum(judge(tasks(rng, 8, 10), None, streak=1).promote for _ in range(300))
+    assert passed <= 300 * alpha(1) + 3 * (300 * alpha(1)) ** 0.5

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from test_trainer import BASE, speak, target
-from transformers import DynamicCache
+from transformers import DynamicCache, SeedOssConfig, SeedOssForCausalLM
 
 from adaptive.engines.head.module import Head
 from adaptive.engines.head.parts import decoder_of, parts_of_folder
@@ -203,6 +203,20 @@ def test_replay_is_the_acceptance_of_the_heads_own_drafts(tmp_path: Path, spoken
                     p = np.exp(np.float32(example.supervision.chosen[row + 1 - len(example.prompt)]))
                     place = row - len(example.prompt)
                     assert found.acceptance[row - start, place] == pytest.approx(min(1.0, float(q) / p), abs=1e-3)
+
+
+def test_replay_is_without_dropout_also_between_two_steps_of_training(tmp_path: Path, spoken: list[Generation]) -> None:
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    config = SeedOssConfig(vocab_size=48, hidden_size=32, intermediate_size=64, attention_dropout=0.5, **sizes)
+    head = Head.from_target(SeedOssForCausalLM(config))
+    spool = keep(tmp_path, spoken[:4])
+    said = held(examples(read_log(tmp_path / "records.db", 10), 64, spool))
+    student = HeadStudent(head, Recipe(draft_length=2))
+    student.module.train()  # as a step of training does
+    assert not torch.equal(student.losses(said, Recipe()), student.losses(said, Recipe()))
+    once, again = (np.concatenate([one.acceptance for one in student.replay(said)], axis=1) for _ in range(2))
+    np.testing.assert_array_equal(once, again)
 
 
 def test_every_step_of_a_draft_learns(tmp_path: Path, spoken: list[Generation]) -> None:

@@ -130,6 +130,7 @@ def test_a_killed_round_goes_on_to_the_very_adapter_it_would_have_made(
     write_log(broken / "records.db", speak(target(), 8, SamplingParams(temperature=0.7), seed=5))
     resumed = round_in(broken, LONGER)
     assert "interrupted" in " ".join(resumed.notes)
+    assert (undisturbed.until, resumed.until) == (80, 80)  # a trainer learns from this that 8 answers are new
     assert resumed.steps == undisturbed.steps
     assert resumed.train_generations == undisturbed.train_generations
     expected, made = weights(whole, undisturbed), weights(broken, resumed)

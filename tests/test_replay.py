@@ -5,18 +5,30 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from adaptive.decoding.verify import verify_sampled
 from adaptive.sampling import Uniform, transform_logits
 from adaptive.types import SamplingParams, Supervision
+from trainers import replay as replay_module
 from trainers.batches import PASS_TOKENS, passes
 from trainers.dataset import Example
-from trainers.replay import Replay, Stopped, acceptance_rate, expected_rounds, mean_acceptance_length, replay
+from trainers.replay import (
+    ROWS,
+    Replay,
+    Stopped,
+    acceptance_rate,
+    expected_rounds,
+    mean_acceptance_length,
+    position_acceptance,
+    replay,
+)
 
 VOCAB = 5
 
@@ -262,3 +274,50 @@ def test_replay_stops_between_passes_when_asked() -> None:
     target = llama(0)
     with pytest.raises(Stopped):
         replay(target, [greedy_example(target, [1, 2], 5)], should_stop=lambda: True)
+
+
+class MostRows(TorchDispatchMode):
+    """Notes the most rows of ``vocab`` numbers that any operation returns."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.vocab, self.rows = vocab, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (self.vocab,):
+                self.rows = max(self.rows, tensor.numel() // self.vocab)
+        return made
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1),
+        SamplingParams(temperature=0.8, top_k=30, top_p=0.9, min_p=0.01, frequency_penalty=0.3, logit_bias={4: 2.0}),
+    ],
+)
+def test_a_long_answer_is_judged_in_blocks_with_the_same_result(
+    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, vocab = np.random.default_rng(0), 101
+    output = rng.integers(0, vocab, 200).tolist()
+    example = sampled_example([1, 2, 3], output, rng.normal(-2, 1, 200).tolist(), params)
+    logits = torch.randn(200, vocab, generator=torch.Generator().manual_seed(0))
+    logits[torch.arange(0, 200, 3), torch.tensor(output)[::3]] += 5  # so that some are accepted
+    with MostRows(vocab) as most:
+        found = position_acceptance(logits, example)
+    assert most.rows <= ROWS < 200
+    monkeypatch.setattr(replay_module, "ROWS", 200)
+    with MostRows(vocab) as most:
+        assert torch.equal(found, position_acceptance(logits, example))
+    assert most.rows == 200
+    assert 0.1 < float(found.mean()) < 0.9
+
+
+def test_a_replay_keeps_the_fold_of_its_prompt() -> None:
+    target = llama(0)
+    example = replace(greedy_example(target, [1, 2], 5), fold=0.25)
+    assert [one.fold for one in replay(target, [example])] == [0.25]

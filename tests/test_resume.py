@@ -32,6 +32,7 @@ def test_a_run_that_goes_on_and_is_stopped_again_keeps_no_second_copy_of_what_th
     assert first.manifest is not None
     again = until(1)  # after its first step
     assert again.stopped
+    assert seen[1] > 1, "it begins after the last evaluation of the first"
     assert again.manifest is None
     assert [m.id for m in store.list()] == [first.manifest.id]
     last = distill(log, store, BASE, small_draft(), SHORT, state=state)

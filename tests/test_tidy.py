@@ -13,7 +13,7 @@ from store_factory import NEW, folder_in_memory, write
 from test_worker import Taught, taught
 
 from adaptive.pipe import Order, Report
-from adaptive.service.doubts import Doubts
+from adaptive.service.doubts import Doubt
 from adaptive.service.trainer import Trainer
 from adaptive.settings import Settings
 from adaptive.state import PairState
@@ -75,12 +75,12 @@ def test_the_store_stops_growing_and_keeps_what_is_needed(state: PairState) -> N
 def test_an_adapter_in_doubt_stays_until_it_has_been_judged_again(state: PairState) -> None:
     store = AdapterStore(state.adapters)
     after_runs(store, "pp")
-    Doubts("0002", 1, 30).save(state.doubts)
+    Doubt("0002", 30).save(state.doubts)
     store.rollback("live acceptance fell")
     after_runs(store, "rrrr")
     tidy(store, state, 1)
     assert ids(store) == ["0001", "0002", "0006"]
-    Doubts(None, 0, 30).save(state.doubts)
+    Doubt(None, 30).save(state.doubts)
     tidy(store, state, 1)
     assert ids(store) == ["0001", "0006"]
 

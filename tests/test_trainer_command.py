@@ -24,6 +24,7 @@ from adaptive.settings import Settings, load_settings
 from adaptive.state import open_state
 from adaptive.types import SamplingParams
 from checkpoints.store import AdapterStore
+from cli.distill import _chats
 from cli.main import app
 from cli.options import PAIR, as_typed
 from trainers.chats import read_chats
@@ -133,7 +134,7 @@ def test_how_much_of_the_log_is_learned_from_can_be_said(pair: list[str], own_ho
 def test_all_that_was_asked_for_is_learned_from(pair: list[str], tmp_path: Path, own_home: Path) -> None:
     lines = [json.dumps({"prompt": f"w{i % 40} w{i // 40}"}) for i in range(2050)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    quick = ("--json", "--no-promote", "--rank", "4", "--max-seconds", "1", "--max-new-tokens", "2")
+    quick = ("--json", "--no-promote", "--rank", "4", "--max-seconds", "1", "--max-new-tokens", "4")
     found = distill(pair, *quick, "--prompts", str(tmp_path / "prompts.jsonl"))
     assert found.exit_code == 0, found.output
     outcome = json.loads(found.stdout[found.stdout.index("{") :])
@@ -182,6 +183,29 @@ def test_chat_files_become_one_example_for_each_assistant_turn(tmp_path: Path) -
         == "<system> x <end> <user> w1 w2 <end> <assistant> w3 w4 <end> <user> w5 <end> <assistant>"
     )
     assert all(e.id == -1 and e.domain == "chats" and e.supervision is None for e in found)
+
+
+@pytest.mark.parametrize("opens", ["<assistant>", "<assistant> x"])
+@pytest.mark.parametrize("ends", ["generation_config.json", "config.json"])
+def test_a_turn_ends_with_the_token_at_which_the_target_ends_it(
+    pair: list[str], tmp_path: Path, opens: str, ends: str
+) -> None:
+    """As Gemma's: a turn ends with another token than a text, and the template adds a line break (here: y). Where the
+    generation prompt says more than a finished turn begins with (x), the end is found in the finished turn."""
+    words = tokenizer()
+    words.eos_token = "<pad>"
+    words.chat_template = TEMPLATE.replace("<end>", "<end> y").replace("<assistant>", opens)
+    for folder in (Path(pair[1]), Path(pair[3])):
+        words.save_pretrained(folder)
+    for file in ("generation_config.json", "config.json"):
+        said = json.loads((Path(pair[1]) / file).read_text())
+        said["eos_token_id"] = words.convert_tokens_to_ids(["<pad>", "<end>"]) if file == ends else None
+        (Path(pair[1]) / file).write_text(json.dumps(said))
+    chat = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w3 w4"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}), encoding="utf-8")
+    (found,) = examples(_chats(Settings(target=pair[1], draft=pair[3]), tmp_path / "chats.jsonl"), 100)
+    assert words.decode(found.prompt) == f"<user> w1 <end> y {opens}"
+    assert words.decode(found.output) == "w3 w4 <end>"
 
 
 def test_it_learns_from_a_chat_file_alone(pair: list[str], tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from test_trainer_command import tokenizer
 from adaptive.pair import pair_identity
 from adaptive.pipe import BUSY, Order, Report
 from adaptive.records.log import Log
+from adaptive.service.doubts import Doubt
 from adaptive.service.trainer import Trainer
 from adaptive.settings import Settings
 from adaptive.state import PairState, open_state
@@ -249,6 +250,7 @@ def test_a_manifest_damaged_while_it_is_in_use_is_said_and_training_goes_on(
     taught: Taught, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = published(taught.state.adapters, 2, promote=2)
+    Doubt(reviewed=ANSWERS).save(taught.state.doubts)
     with training(taught, distill_after=ANSWERS + 1) as trainer:
         trainer.idle()
         let_it_look(trainer)

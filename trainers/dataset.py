@@ -9,6 +9,7 @@ training on it teaches nothing. An output is cut where its first loop begins.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,7 +84,7 @@ class Example:
     ``id`` is the log's id; a row from a file has its negated line number. ``prompt`` and ``output`` are
     token ids (int32). ``limited`` is True where a length limit ended the output, which the drafter knew in advance.
     ``supervision`` covers every output position, or is None. ``features`` are the target's hidden states, if the
-    examples were read with a spool.
+    examples were read with a spool. ``fold`` is that of its prompt (see the function); nan if it is unknown.
     """
 
     id: int
@@ -94,6 +95,7 @@ class Example:
     limited: bool
     supervision: Supervision | None
     features: Spooled | None = None
+    fold: float = math.nan
 
     def covered(self, states: HiddenStates) -> bool:
         """Whether every output token can be drafted from ``states``: a token reads the one of the token two before it.
@@ -295,6 +297,7 @@ def _examples(dataset: Dataset, longest: int, spool: FeatureSpool | None) -> Ite
             limited=bool(r["limited"]) and len(output) <= longest,
             supervision=supervision,
             features=features,
+            fold=float(r["fold"]),
         )
 
 

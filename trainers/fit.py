@@ -11,8 +11,8 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,13 +43,15 @@ CLIP = 1.0
 @dataclass(frozen=True)
 class Progress:
     """The state of a training run. ``loss`` is a running mean in nats per token; ``held_out_acceptance`` is from
-    the last evaluation (nan before the first); ``seconds_left`` is an upper bound at the present pace."""
+    the last evaluation (nan before the first); ``seconds_left`` is an upper bound at the present pace. ``writing``: no
+    steps yet, but texts of the draft itself (``trainers.rehearsal``)."""
 
     step: int
     steps: int
     loss: float
     held_out_acceptance: float
     seconds_left: float
+    writing: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,14 @@ def fit(
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
     state: TrainingState | None = None,
+    own: Sequence[Example] = (),
 ) -> Fit:
     """Train the parameters of ``model`` that require a gradient: its adapter, or all of a plain draft or of a head.
 
     ``evaluate`` returns held-out acceptance, by which the best weights are kept, and may raise Stopped. With a
     ``state``, the run is saved at each evaluation. If the state holds an interrupted run, training continues from its
-    last evaluation.
+    last evaluation. ``own`` is text of the draft itself (``trainers.rehearsal``), of which ``recipe.rehearsed`` join
+    each batch.
     """
     stop = should_stop or (lambda: False)
     student = student_of(model, recipe) if isinstance(model, torch.nn.Module) else model
@@ -92,10 +96,11 @@ def fit(
     known = now.best_step if begun else None  # of a run that is continued, the state that the last one left
     try:
         student.begin(train, stop, resumed=begun is not None)
-        for batch in islice(_batches(train, recipe), now.step, None):
+        batches = zip(_batches(train, recipe.batch, recipe.seed), _rehearsed(own, recipe), strict=True)
+        for batch, rehearsed in islice(batches, now.step, None):
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["factor"] * _schedule(clock.share)
-            value = _step(student, optimizer, weights, batch, recipe, stop)
+            value = _step(student, optimizer, weights, (batch, rehearsed), recipe, stop)
             now.loss = value if now.loss is None else 0.9 * now.loss + 0.1 * value
             clock.tick()
             if clock.share >= now.next_evaluation:
@@ -170,16 +175,21 @@ def _schedule(share: float) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (share - WARM_UP) / (1 - WARM_UP)))
 
 
-def _batches(train: Sequence[Example], recipe: Recipe) -> Iterator[list[Example]]:
+def _rehearsed(own: Sequence[Example], recipe: Recipe) -> Iterator[list[Example]]:
+    """What of ``own`` joins each batch; nothing where there is nothing."""
+    return _batches(own, recipe.rehearsed, recipe.seed) if own and recipe.rehearsed else repeat([])
+
+
+def _batches(train: Sequence[Example], size: int, seed: int) -> Iterator[list[Example]]:
     """Endless batches in seeded random order; within a window of 8 batches, similar lengths are grouped."""
-    rng = random.Random(recipe.seed)
-    window = 8 * recipe.batch
+    rng = random.Random(seed)
+    window = 8 * size
     while True:
         order = rng.sample(train, len(train))
         batches = []
         for start in range(0, len(order), window):
             near = sorted(order[start : start + window], key=lambda e: len(e.prompt) + len(e.output))
-            batches += [near[i : i + recipe.batch] for i in range(0, len(near), recipe.batch)]
+            batches += [near[i : i + size] for i in range(0, len(near), size)]
         rng.shuffle(batches)
         yield from batches
 
@@ -188,25 +198,28 @@ def _step(
     student: Student,
     optimizer: torch.optim.Optimizer,
     weights: list[torch.nn.Parameter],
-    batch: list[Example],
+    batch: tuple[list[Example], list[Example]],
     recipe: Recipe,
     stop: Callable[[], bool],
 ) -> float:
-    """One update on one batch, in as many passes as memory requires; returns the batch's mean loss. Raises Stopped.
+    """One update on one batch, records and the draft's own text, in as many passes as memory requires; returns the mean
+    loss of the records. Raises Stopped.
 
-    With several processes, each takes its part of the batch; the loss is divided by the positions of all.
+    With several processes, each takes its part of the batch; the losses are divided by the positions of all.
     """
-    device = weights[0].device
-    positions, value, stopped = sum(len(e.output) for e in batch), 0.0, False
+    value, stopped = 0.0, False
     student.module.train()
     optimizer.zero_grad(set_to_none=True)
-    for group in student.passes(processes.share(batch)):
-        stopped = stop()
-        if stopped:
-            break
-        loss = _losses(student, group, recipe, device).sum() / positions
-        loss.backward()
-        value += loss.item()
+    # Forward KL for the draft's own text: it begins at 0, where the gradient of the KL-TV mixture is all noise.
+    for part, by in zip(batch, (recipe, replace(recipe, loss="forward-kl")), strict=True):
+        positions = sum(len(e.output) for e in part)
+        for group in student.passes(processes.share(part)):
+            stopped = stopped or stop()
+            if stopped:
+                break
+            loss = _losses(student, group, by, weights[0].device).sum() / positions
+            loss.backward()
+            value += loss.item() if by is recipe else 0.0
     value, anyone_stopped = processes.total([value, stopped])
     if anyone_stopped:
         raise Stopped

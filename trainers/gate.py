@@ -3,11 +3,12 @@
 In: replays of the same held-out generations, recent and older, by the draft in use and by the
 candidate. Out: the figures (``HeldOut``) and a ``Verdict`` with its reason in words.
 
-**Evidence.** The unit is a generation: its positions are correlated, so they are never resampled
-individually. The gain is the difference of acceptance, paired by generation. Its spread comes from a
-bootstrap over generations (the same draws for before and after), and the bound from Student's t with
-one degree of freedom less than there are generations, because bootstrap percentiles over a
-dozen generations are too narrow.
+**Evidence.** The unit is a prompt, with all its generations: the steps of an agent's task have the user's
+message in common (``dataset.prompt_key``), so their gains are correlated, as are those of the positions of
+one generation. Neither are ever resampled individually. The gain is the difference of acceptance, paired by
+prompt. Its spread comes from a bootstrap over prompts (the same draws for before and after), and the bound
+from Student's t with one degree of freedom less than there are prompts, because bootstrap percentiles over
+a dozen prompts are too narrow. ``HeldOut.generations`` counts the generations of one prompt as one.
 
 **Many runs.** An assistant that trains every day is judged again and again, and at a fixed 2.5%
 it would sooner or later promote noise. So the r-th candidate since the last promotion has a chance
@@ -41,8 +42,8 @@ FALSE_PROMOTION = 0.05
 SPENDING = 1.5
 ZETA_OF_SPENDING = 2.6123753486854883  # sum over r >= 1 of r^-1.5
 
-# Generations and drafted positions below which no decision is made. With fewer, even the t bound
-# has no reliable estimate of the spread.
+# Generations (those of one prompt count as one) and drafted positions below which no decision is made. With fewer,
+# even the t bound has no reliable estimate of the spread.
 MIN_GENERATIONS = 6
 MIN_POSITIONS = 300
 
@@ -76,25 +77,26 @@ def alpha(streak: int) -> float:
 def held_out(before: Sequence[Replay], after: Sequence[Replay], draft_length: int, seed: int = 0) -> HeldOut:
     """Figures of one held-out set (at least one generation), with 95% intervals.
 
-    A single generation gives no spread, so its intervals cover all possible values.
-    ``before`` and ``after`` replay the same generations in the same order.
+    Generations of equal ``fold`` count as one; those of an unknown one count each. A single one gives no spread, so its
+    intervals cover all possible values. ``before`` and ``after`` replay the same generations in the same order.
     """
     positions = np.array([r.positions for r in before], dtype=np.float64)
     rates = [np.array([r.rate * r.positions for r in side]) for side in (before, after)]
     rounds = [expected_rounds(side, draft_length) for side in (before, after)]
-    weights = _draws(len(positions), seed)
+    folds, of_each = np.unique([r.fold for r in before], return_inverse=True, equal_nan=False)
+    weights = _draws(len(folds), seed)[:, of_each]
 
     def interval(top: npt.NDArray[np.float64], bottom: npt.NDArray[np.float64], low: float, high: float) -> Interval:
         mean = float(top.sum() / bottom.sum())
-        if len(positions) < 2:
+        if len(folds) < 2:
             return Interval(mean, low, high)
-        return _interval(mean, (weights @ top) / (weights @ bottom), len(positions))
+        return _interval(mean, (weights @ top) / (weights @ bottom), len(folds))
 
     def plus_one(lengths: Interval) -> Interval:
         return Interval(lengths.mean + 1, lengths.low + 1, lengths.high + 1)
 
     return HeldOut(
-        generations=len(positions),
+        generations=len(folds),
         positions=int(positions.sum()),
         draft_length=draft_length,
         acceptance_before=interval(rates[0], positions, 0, 1),
@@ -107,7 +109,7 @@ def held_out(before: Sequence[Replay], after: Sequence[Replay], draft_length: in
 
 def judge(recent: HeldOut, older: HeldOut | None, streak: int) -> Verdict:
     """Decide on a candidate that is the ``streak``-th (from 1) since the last promotion."""
-    set_size = f"{recent.generations} held-out generations ({recent.positions} positions)"
+    set_size = f"answers to {recent.generations} held-out prompts ({recent.positions} positions)"
     if recent.generations < MIN_GENERATIONS or recent.positions < MIN_POSITIONS:
         return Verdict(
             False,
@@ -145,15 +147,15 @@ def _forgetting(older: HeldOut | None, recent_gain: float) -> str | None:
     if older.gain.mean < -allowed:
         return f"it forgets: older records lose {-older.gain.mean:.3f}"
     if worst < -allowed - OLDER_DOUBT:
-        return f"a loss of {-worst:.3f} on the {older.generations} older records cannot be excluded"
+        return f"a loss of {-worst:.3f} on older records of {older.generations} prompts cannot be excluded"
     return None
 
 
 @lru_cache(maxsize=8)
-def _draws(generations: int, seed: int) -> npt.NDArray[np.float64]:
-    """How often each generation is drawn in each bootstrap sample: (DRAWS, generations)."""
-    even = np.full(generations, 1 / generations)
-    return np.random.default_rng(seed).multinomial(generations, even, size=DRAWS).astype(np.float64)
+def _draws(prompts: int, seed: int) -> npt.NDArray[np.float64]:
+    """How often each prompt is drawn in each bootstrap sample: (DRAWS, prompts)."""
+    even = np.full(prompts, 1 / prompts)
+    return np.random.default_rng(seed).multinomial(prompts, even, size=DRAWS).astype(np.float64)
 
 
 def _interval(mean: float, drawn: npt.NDArray[np.float64], generations: int) -> Interval:

@@ -102,7 +102,6 @@ def replay_head(
             for place, (example, one) in enumerate(zip(group, each, strict=True)):
                 by_step[place].append(position_acceptance(one, example)[1:].cpu().numpy())
         for example, rows in zip(group, by_step, strict=True):
-            acceptance = np.stack(rows).astype(np.float32)
-            found.append(Replay(example.id, example.domain, acceptance, example.limited))
+            found.append(Replay.of(example, np.stack(rows)))
     back = np.argsort(order)
     return [found[i] for i in back]

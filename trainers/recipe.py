@@ -31,7 +31,8 @@ class Recipe:
     width (``default_rank``, ``lora.default_learning_rate``). ``b_factor`` multiplies the rate of the B matrices, which
     start at zero and learn too slowly at the rate of the others (LoRA+, Hayou et al. 2024). ``start`` zero trains
     a new adapter over the supervision buffer, parent continues the adapter in use. ``buffer`` is the number of
-    generations in the supervision buffer, the newest ones. A run ends after ``epochs`` (None:
+    generations in the supervision buffer, the newest ones. Each update is on ``batch`` of them and ``rehearsed`` texts
+    of the draft itself (``trainers.rehearsal``; 0: none). A run ends after ``epochs`` (None:
     see ``fit.DEFAULT_EPOCHS``), after ``max_seconds`` of training, or when ``patience`` evaluations in a row
     found no better weights, whichever is first. ``draft_length`` is the one for which the gate computes its figures. A
     head is trained on ``unroll`` steps of a draft, and always continues the one in use.
@@ -43,6 +44,7 @@ class Recipe:
     learning_rate: float | None = None
     b_factor: float = 4.0
     batch: int = 8
+    rehearsed: int = 2
     epochs: float | None = None
     max_seconds: float | None = None
     evaluations: int = 16
@@ -72,6 +74,8 @@ class Recipe:
         for name, value in positive.items():
             if not 0 < value < math.inf:  # also refuses nan
                 raise AdaptiveError(f"{name} is {value}; it must be above 0, and finite")
+        if self.rehearsed < 0:
+            raise AdaptiveError(f"rehearsed is {self.rehearsed}; it must be at least 0")
 
     def rivals(self, width: int) -> tuple[Recipe, ...]:
         """Other recipes worth trying for a draft of this width when time does not matter (``--compare``).

@@ -26,8 +26,10 @@ the drafter knew the limit and drafts one token less than remain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +39,10 @@ from adaptive.engines.protocol import Engine
 from adaptive.sampling import LogitsProcessor, transform_logits
 from trainers.batches import collate, longest_text, over_all_tokens, passes, supervised_logits
 from trainers.dataset import Example
+
+# Rows of an answer whose acceptance is computed at a time. Penalties and cuts need a dozen copies of the logits, some
+# in int64, which is gigabytes for a whole answer and a large vocabulary. Too low: many small calls.
+ROWS = 32
 
 
 class Stopped(Exception):  # noqa: N818 - a request, not an error
@@ -49,13 +55,20 @@ class Replay:
 
     ``acceptance`` (steps, n - 1) float32: row s is the probability, at output positions 1 to n - 1, that a drafted
     token with s tokens of its draft before it is accepted, given that it is reached. A draft whose acceptance does not
-    depend on s has one row. Steps beyond the last row are taken to equal it. ``limited`` as in ``Example``.
+    depend on s has one row. Steps beyond the last row are taken to equal it. ``limited`` and ``fold`` as in
+    ``Example``.
     """
 
     id: int
     domain: str
     acceptance: npt.NDArray[np.float32]
     limited: bool
+    fold: float = math.nan
+
+    @classmethod
+    def of(cls, example: Example, acceptance: npt.NDArray[Any]) -> Replay:
+        """The replay of ``example`` with this ``acceptance`` (steps, n - 1)."""
+        return cls(example.id, example.domain, acceptance.astype(np.float32), example.limited, example.fold)
 
     @property
     def positions(self) -> int:
@@ -132,8 +145,8 @@ def replay(
             batch = collate(group, limit, device)
             each = supervised_logits(draft, batch).split([len(e.output) for e in group])
             for example, logits in zip(group, each, strict=True):
-                acceptance = position_acceptance(logits.float(), example)[None, 1:].cpu().numpy()
-                found.append(Replay(example.id, example.domain, acceptance.astype(np.float32), example.limited))
+                acceptance = position_acceptance(logits.float(), example)[None, 1:]
+                found.append(Replay.of(example, acceptance.cpu().numpy()))
     finally:
         draft.train(was_training)
     back = np.argsort(order)
@@ -146,23 +159,28 @@ def replay_on(engine: Engine, examples: Sequence[Example]) -> list[Replay]:
     for example in examples:
         tokens = torch.from_numpy(np.concatenate([example.prompt, example.output[:-1]])).long()
         logits = engine.sequence().extend(tokens.clamp_(max=engine.vocab_size - 1), len(example.output))
-        acceptance = position_acceptance(logits.float(), example)[None, 1:].cpu().numpy()
-        found.append(Replay(example.id, example.domain, acceptance.astype(np.float32), example.limited))
+        acceptance = position_acceptance(logits.float(), example)[None, 1:]
+        found.append(Replay.of(example, acceptance.cpu().numpy()))
     return found
 
 
 def position_acceptance(logits: torch.Tensor, example: Example) -> torch.Tensor:
     """Acceptance (n,) at every output position, from the draft's raw float32 logits (n, vocab)."""
-    logits = over_all_tokens(logits, [example])
-    output = torch.from_numpy(example.output).long().to(logits.device)
-    sampling = example.sampling
-    if sampling.penalised or sampling.logit_bias:
-        processor = LogitsProcessor(sampling, logits.shape[-1], logits.device)
-        processor.start(torch.from_numpy(example.prompt).long())
-        logits = processor.apply(logits, output[:-1])
+    blocks, sampling = _blocks(over_all_tokens(logits, [example]), example), example.sampling
     if sampling.greedy:
-        return (logits.argmax(-1) == output).float()
+        return torch.cat([(rows.argmax(-1) == output).float() for rows, output in blocks])
     assert example.supervision is not None, "a sampled record without supervision cannot be replayed"
-    log_q = transform_logits(logits, sampling).log_softmax(-1).gather(-1, output[:, None])[:, 0]
+    log_q = [transform_logits(rows, sampling).log_softmax(-1).gather(-1, output[:, None]) for rows, output in blocks]
     log_p = torch.from_numpy(example.supervision.chosen).float().to(logits.device)
-    return (log_q - log_p).clamp(max=0).exp()
+    return (torch.cat(log_q)[:, 0] - log_p).clamp(max=0).exp()
+
+
+def _blocks(logits: torch.Tensor, example: Example) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of up to ROWS rows at a time, logits (rows, vocab) with the example's penalties and biases, and the output tokens
+    (rows,)."""
+    processor = LogitsProcessor(example.sampling, logits.shape[-1], logits.device)
+    processor.start(torch.from_numpy(example.prompt).long())
+    tokens = torch.from_numpy(example.output).long().to(logits.device)
+    for rows, output in zip(logits.split(ROWS), tokens.split(ROWS), strict=True):
+        yield processor.apply(rows, output[:-1]), output
+        processor.commit(output.tolist())

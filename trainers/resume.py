@@ -84,7 +84,9 @@ class TrainingState:
             for name, value in parts["optimizer"].items():
                 number, _, moment = name.partition("/")
                 moments.setdefault(int(number), {})[moment] = value
-            of_weights = [(value, weights[number]) for number, one in moments.items() for value in one.values()]
+            # An optimiser numbers its parameters by group, not in the order of ``weights``.
+            numbered = [weight for group in optimizer.param_groups for weight in group["params"]]
+            of_weights = [(value, numbered[number]) for number, one in moments.items() for value in one.values()]
         except (OSError, SafetensorError, KeyError, ValueError, IndexError, TypeError):
             return None
         fits = all(one.shape == weight.shape for one, weight in zip(held, weights, strict=True))

@@ -10,6 +10,7 @@ published whole or not at all; one that was not judged yet stays a candidate).
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from adaptive.engines.head.foreign import ForeignHead
 from adaptive.errors import AdaptiveError
 from adaptive.printable import counted
 from adaptive.state import PairState
@@ -30,15 +32,15 @@ from trainers.recipe import Recipe
 from trainers.replay import Replay, Stopped
 from trainers.resume import TrainingState
 from trainers.sets import Sets, gather
-from trainers.students import Student, Students, students_of
+from trainers.students import DraftStudents, Student, Students, students_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel
 
-    from adaptive.engines.head.foreign import ForeignHead
     from adaptive.engines.head.module import Head
     from adaptive.records.features import FeatureSpool
+    from trainers.rehearsal import Rehearsal
 
 Promotion = Literal["gate", "never", "force"]
 
@@ -66,7 +68,8 @@ class DistillOutcome:
     ``manifest`` is the adapter as it is now in the store, None if none was worth keeping.
     ``verdict`` is None if the gate did not judge (no better weights, or stopped early).
     ``message`` is one sentence that describes the result. ``train_seconds`` is training with its evaluations,
-    ``seconds`` the whole run. ``notes`` are lines for the user, such as a damaged adapter
+    ``seconds`` the whole run. ``until`` is the id of the newest record that was read, an older one in a run that was
+    continued. ``notes`` are lines for the user, such as a damaged adapter
     that was set aside. ``attempts`` are the recipes that were tried, the requested one first.
     """
 
@@ -81,6 +84,7 @@ class DistillOutcome:
     best_step: int
     train_seconds: float
     seconds: float
+    until: int = 0
     notes: tuple[str, ...] = ()
     attempts: tuple[Attempt, ...] = ()
 
@@ -98,6 +102,7 @@ def distill(
     state: Path | None = None,
     rivals: Sequence[Recipe] = (),
     spool: FeatureSpool | None = None,
+    rehearsal: Rehearsal | None = None,
 ) -> DistillOutcome:
     """Train an adapter for ``draft`` on the log (and ``extra`` rows) and let the gate decide.
 
@@ -109,7 +114,8 @@ def distill(
     ``promotion`` never leaves the adapter a candidate, force promotes it whatever the verdict.
     ``state`` is the file from which an interrupted run is continued (``trainers.resume``).
     ``rivals`` are trained as well, one after the other, and the gate judges the one that is best on the validation
-    prompts; such a run cannot be continued.
+    prompts; such a run cannot be continued. ``rehearsal`` gives the draft's own text, on which an adapter keeps what
+    the draft knows; heads do without.
 
     Raises AdaptiveError if there are too few records to learn from or to judge by.
     """
@@ -127,7 +133,11 @@ def distill(
     sets, resumed = gather(log, extra, in_use, recipe, base, students.longest_output, kept, spool)
     # Without an adapter in use, "parent" equals "zero", so rivals with the other start are left out.
     recipes = [recipe, *(r for r in rivals if in_use is not None or r.start == recipe.start)]
-    attempts, stopped = _attempts(students, store, in_use, sets, recipes, on_progress, should_stop, kept)
+    try:
+        own = _own(students, rehearsal, recipe, on_progress, should_stop)
+        attempts, stopped = _attempts(students, store, in_use, sets, own, recipes, on_progress, should_stop, kept)
+    except Stopped:
+        attempts, stopped = [], True
     manifest, verdict = None, None
     best = max(attempts, key=lambda a: a.fit.acceptance, default=Attempt(recipe, Fit(None, 0.0, 0, 0, 0.0, stopped)))
     result = replace(best.fit, seconds=sum(a.fit.seconds for a in attempts), stopped=stopped)
@@ -151,6 +161,7 @@ def distill(
         best_step=result.best_step,
         train_seconds=result.seconds,
         seconds=time.perf_counter() - began,
+        until=sets.until,
         notes=(*notes, *_notes(resumed, len(sets.damaged), kept.problem if kept else None)),
         attempts=tuple(attempts),
     )
@@ -167,27 +178,46 @@ def _notes(resumed: bool, damaged: int, unkept: str | None) -> list[str]:
     return notes
 
 
+def _own(
+    students: Students,
+    rehearsal: Rehearsal | None,
+    recipe: Recipe,
+    on_progress: Callable[[Progress], None] | None,
+    should_stop: Callable[[], bool] | None,
+) -> list[Example]:
+    """The draft's own text for this run, none for a head. Raises Stopped."""
+    if rehearsal is None or not recipe.rehearsed or not isinstance(students, DraftStudents):
+        return []
+    if isinstance(students.draft, ForeignHead):
+        return []
+
+    def tell(written: int, texts: int) -> None:
+        if on_progress is not None:
+            on_progress(Progress(written, texts, math.nan, math.nan, math.inf, writing=True))
+
+    return rehearsal.texts(students.draft, should_stop or (lambda: False), tell)
+
+
 def _attempts(
     students: Students,
     store: AdapterStore,
     in_use: Manifest | None,
     sets: Sets,
+    own: list[Example],
     recipes: Sequence[Recipe],
     on_progress: Callable[[Progress], None] | None,
     should_stop: Callable[[], bool] | None,
     kept: TrainingState | None,
 ) -> tuple[list[Attempt], bool]:
-    """Train by each recipe, one after the other. Also returns whether this was stopped early."""
+    """Train by each recipe, one after the other. Also returns whether this was stopped early. Raises Stopped before the
+    first one."""
     attempts: list[Attempt] = []
-    try:
-        with students.in_use(_folder(store, in_use), recipes[0]) as student:
-            in_use_acceptance = _shared_acceptance(student, sets.validation, should_stop)
-    except Stopped:
-        return attempts, True
+    with students.in_use(_folder(store, in_use), recipes[0]) as student:
+        in_use_acceptance = _shared_acceptance(student, sets.validation, should_stop)
     for tried in recipes:
         with students.trainable(_parent(students, store, in_use, tried), tried) as student:
             evaluate = partial(_shared_acceptance, student, sets.validation, should_stop)
-            found = fit(student, sets.train, evaluate, tried, on_progress, should_stop, kept)
+            found = fit(student, sets.train, evaluate, tried, on_progress, should_stop, kept, own)
         worse = found.acceptance < in_use_acceptance - VALIDATION_SLACK
         attempts.append(Attempt(tried, replace(found, best=None) if worse else found))
         if found.stopped:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adaptive.errors import AdaptiveError
+from adaptive.printable import counted
 from adaptive.records.log import Log
 from checkpoints.manifest import BaseDraft, Manifest
 from trainers import processes
@@ -28,7 +30,7 @@ MIN_TRAIN = 16
 # With fewer, the choice of the best weights is random. That is acceptable, since the gate still decides.
 MIN_VALIDATION = 2
 
-# New held-out generations from which on they are judged separately from the older ones. Too low: only a
+# Prompts of new held-out generations from which on these are judged separately from the older ones. Too low: only a
 # very large gain is certain. Too high: an adapter for a new kind of use waits longer.
 ENOUGH_RECENT = 12
 
@@ -37,17 +39,22 @@ ENOUGH_RECENT = 12
 MOST_VALIDATION = 48
 MOST_RECENT = 128
 MOST_OLDER = 64
+# Most of the gate's generations that answer one prompt, the newest, since its unit of evidence is a prompt. Too high:
+# MOST_RECENT steps of an agent are a few of its tasks, too few to judge by. Too low: each task is measured less well.
+MOST_OF_ONE = 8
 
 
 @dataclass(frozen=True)
 class Sets:
-    """The records of a run. ``recent`` and ``older`` are the gate's; ``damaged`` could not be read."""
+    """The records of a run, up to id ``until`` of the log. ``recent`` and ``older`` are the gate's; ``damaged`` could
+    not be read."""
 
     train: list[Example]
     validation: list[Example]
     recent: list[Example]
     older: list[Example]
     damaged: frozenset[int] = frozenset()
+    until: int = 0
 
     @property
     def gate(self) -> list[Example]:
@@ -108,13 +115,13 @@ def _read(
         rows = join(rows, extra)
     parts = split(rows, first=in_use is None)
     validation = [e for e in examples(parts.validation, longest, spool) if e.replayable]
-    gate = _distinct(e for e in examples(parts.gate, longest, spool) if e.replayable)
+    gate = newest_of_each(distinct(e for e in examples(parts.gate, longest, spool) if e.replayable))
     recent, older = _recent_and_older(gate, in_use, extra is not None)
     train = examples(parts.train, longest, spool)
-    return Sets(train, held(validation[-MOST_VALIDATION:]), held(recent), held(older), frozenset(damaged))
+    return Sets(train, held(validation[-MOST_VALIDATION:]), held(recent), held(older), frozenset(damaged), until)
 
 
-def _distinct(found: Iterable[Example]) -> list[Example]:
+def distinct(found: Iterable[Example]) -> list[Example]:
     """``found`` without repeated answers to the same prompt, which are no new evidence. The last one is kept."""
     kept, seen = [], set()
     for example in reversed(list(found)):
@@ -123,6 +130,27 @@ def _distinct(found: Iterable[Example]) -> list[Example]:
             seen.add(said)
             kept.append(example)
     return kept[::-1]
+
+
+def newest_of_each(found: Sequence[Example]) -> list[Example]:
+    """``found`` without all but the last MOST_OF_ONE of each prompt, in the same order."""
+    kept: list[Example] = []
+    count: Counter[float] = Counter()
+    for example in reversed(found):
+        count[example.fold] += 1
+        if count[example.fold] <= MOST_OF_ONE:
+            kept.append(example)
+    return kept[::-1]
+
+
+def _prompts(found: Sequence[Example]) -> int:
+    """How many different prompts there are among those of ``found``."""
+    return len({example.fold for example in found})
+
+
+def _positions(found: Sequence[Example]) -> int:
+    """The number of output positions of ``found`` at which a token may be drafted."""
+    return sum(len(example.output) - 1 for example in found)
 
 
 def _recent_and_older(
@@ -138,7 +166,7 @@ def _recent_and_older(
     else:
         last = (in_use.trained_on.last_id or 0) if in_use else 0
         recent, older = [e for e in gate if e.id > last], [e for e in gate if e.id <= last]
-        if len(recent) < ENOUGH_RECENT or sum(len(e.output) - 1 for e in recent) < MIN_POSITIONS:
+        if _prompts(recent) < ENOUGH_RECENT or _positions(recent) < MIN_POSITIONS:
             recent, older = list(gate), []
     stride = max(1, -(-len(older) // MOST_OLDER))  # evenly over the past
     return recent[-MOST_RECENT:], older[::stride]
@@ -147,16 +175,20 @@ def _recent_and_older(
 def _check_enough(sets: Sets, first: bool, where: str) -> None:
     """Raise AdaptiveError if a set is too small; the message states what is present, needed and missing."""
     train, validation, gate = len(sets.train), len(sets.validation), len(sets.recent)
+    prompts, positions = _prompts(sets.recent), _positions(sets.recent)
+    of_each = max(1.0, (train + validation + gate) / max(1, _prompts(sets.train + sets.validation + sets.recent)))
     share = gate_share(train + validation + gate, first)
     needs = (
         (MIN_TRAIN - train, 1 - share - VALIDATION_SHARE),
         (MIN_VALIDATION - validation, VALIDATION_SHARE),
-        (MIN_GENERATIONS - gate, share),
+        ((MIN_GENERATIONS - prompts) * of_each, share),
+        ((MIN_POSITIONS - positions) * gate / max(1, positions), share),
     )
     more = max(math.ceil(missing / share) for missing, share in needs)
     if more > 0:
         raise AdaptiveError(
             f"too little to distil from: {where} has {train + validation + gate} usable generations: {train} to train "
-            f"on, {validation} to choose weights by and {gate} for the gate ({MIN_TRAIN}, {MIN_VALIDATION} and "
-            f"{MIN_GENERATIONS} are needed); about {more} more will do"
+            f"on, {validation} to choose weights by and {gate} for the gate, of {counted(prompts, 'prompt')} and with "
+            f"{counted(positions, 'position')} ({MIN_TRAIN}, {MIN_VALIDATION} and {MIN_GENERATIONS} are needed, these "
+            f"of {MIN_GENERATIONS} prompts and with {MIN_POSITIONS} positions); about {more} more will do"
         )

@@ -172,6 +172,7 @@ class HeadStudent:
 
     def replay(self, examples: Sequence[Example], should_stop: ShouldStop | None = None) -> list[Replay]:
         """See the protocol."""
+        self.head.eval()
         return replay_head(self.head, examples, self.steps, should_stop)
 
     def snapshot(self) -> AdapterState:
@@ -204,8 +205,7 @@ class NoHead(HeadStudent):
 
     def replay(self, examples: Sequence[Example], should_stop: ShouldStop | None = None) -> list[Replay]:
         """See the protocol."""
-        nothing = (np.zeros((1, len(e.output) - 1), np.float32) for e in examples)
-        return [Replay(e.id, e.domain, zeros, e.limited) for e, zeros in zip(examples, nothing, strict=True)]
+        return [Replay.of(e, np.zeros((1, len(e.output) - 1))) for e in examples]
 
 
 class Students(Protocol):

@@ -130,8 +130,8 @@ def train(order: Order, brake: Brake, report: IO[str]) -> Report:
             step_behind(settings.distill_nice)
             if brake.should_stop():
                 return _ended(brake, None)
-            if order.reconsider is not None:
-                return _reconsider(settings, state, brake, order.reconsider)
+            if order.review:
+                return _review(settings, state, brake, order.doubted)
             outcome = _round(settings, state, brake, tell)
     except AnotherTrainerError as error:
         return Report("taken", str(error))
@@ -141,55 +141,56 @@ def train(order: Order, brake: Brake, report: IO[str]) -> Report:
 
 
 def _round(settings: Settings, state: PairState, brake: Brake, tell: Callable[[Report], None]) -> DistillOutcome:
-    from adaptive.pair import load_draft_for_training, pair_identity
+    from adaptive.pair import load_draft_for_training, load_tokenizer, pair_identity
     from adaptive.records.features import spool_of
     from checkpoints.store import AdapterStore
     from trainers.recipe import Recipe
+    from trainers.rehearsal import rehearsal_of
     from trainers.run import distill, tidy
 
     def progress(at: Progress) -> None:
         share = at.step / at.steps if at.steps else 0.0
         loss = at.loss if math.isfinite(at.loss) else None
         message = f"step {at.step} of at most {at.steps}"
+        if at.writing:
+            share, message = 0.0, f"the draft writes text to keep what it knows: {at.step} of {at.steps}"
         acceptance = at.held_out_acceptance if math.isfinite(at.held_out_acceptance) else None  # before the first one
         tell(Report("training", message, share, loss, acceptance))
 
     store = AdapterStore(state.adapters, around_changes=brake.steady)
+    base = pair_identity(settings).base
     outcome = distill(
         state.records,
         store,
-        pair_identity(settings).base,
+        base,
         load_draft_for_training(settings),
         Recipe(max_seconds=settings.distill_seconds),
         on_progress=progress,
         should_stop=brake.should_stop,
         state=state.training,
         spool=spool_of(state, settings.feature_gb),
+        rehearsal=rehearsal_of(load_tokenizer(settings), state.rehearsal, base.weights),
     )
     return replace(outcome, notes=(*outcome.notes, *tidy(store, state, settings.keep_adapters)))
 
 
-def _reconsider(settings: Settings, state: PairState, brake: Brake, name: str) -> Report:
+def _review(settings: Settings, state: PairState, brake: Brake, doubted: str | None) -> Report:
     from adaptive.pair import load_draft_for_training, pair_identity
     from adaptive.records.features import spool_of
     from checkpoints.store import AdapterStore
-    from trainers.reconsider import reconsider
     from trainers.replay import Stopped
+    from trainers.review import review
 
+    store = AdapterStore(state.adapters, around_changes=brake.steady)
     base, draft = pair_identity(settings).base, load_draft_for_training(settings)
+    current = store.current_id()
     try:
-        manifest, message = reconsider(
-            state.records,
-            AdapterStore(state.adapters, around_changes=brake.steady),
-            base,
-            draft,
-            name,
-            brake.should_stop,
-            spool_of(state, settings.feature_gb),
+        found = review(
+            state.records, store, base, draft, doubted, brake.should_stop, spool_of(state, settings.feature_gb)
         )
     except Stopped:
         return _ended(brake, None)
-    return Report("done", message, share=1.0, adapter=name, promoted=manifest.status == "promoted")
+    return Report("done", found.message, share=1.0, adapter=found.best, better=found.best != current)
 
 
 def _ended(brake: Brake, outcome: DistillOutcome | None) -> Report:
@@ -197,7 +198,7 @@ def _ended(brake: Brake, outcome: DistillOutcome | None) -> Report:
     if outcome is None or outcome.stopped:
         message = "stopped before the run began" if outcome is None else outcome.message
         if brake.out_of_memory:
-            return Report("memory", f"stepped aside, the machine is short of memory; {message}")
+            return Report("memory", f"stepped doubted, the machine is short of memory; {message}")
         return Report("stopped", message)
     manifest = outcome.manifest
     return Report(
@@ -205,6 +206,7 @@ def _ended(brake: Brake, outcome: DistillOutcome | None) -> Report:
         "; ".join((outcome.message, *outcome.notes)),
         share=1.0,
         adapter=manifest.id if manifest else None,
+        until=outcome.until,
         promoted=manifest is not None and manifest.status == "promoted",
     )
 

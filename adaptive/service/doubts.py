@@ -1,38 +1,49 @@
-"""Remembers the adapter that live acceptance rolled back, so that the gate judges it again, also after a restart.
+"""The adapter in doubt: it was taken out of use, and is compared with the draft in use again, also after a restart.
 
-In: the adapter that was rolled back. Out: ``doubts.json``, replaced atomically; a damaged file counts as missing.
+In: what live acceptance (``watch``) and the comparison of drafts on the newest answers (``trainers.review``) have
+found. Out: changes of the adapter store, and ``doubts.json``, replaced atomically; a damaged file counts as missing.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pydantic import BaseModel
 
+from adaptive.errors import AdaptiveError
 from checkpoints import files
+from checkpoints.store import AdapterStore, InUseChanged
+
+logger = logging.getLogger("adaptive.trainer")
+
+# New answers after which drafts are compared. Too low: the machine works for nothing, since the answers do not suffice.
+# Too high: a draft that suits other text stays in use for longer.
+REVIEWED = 24
 
 
 class _File(BaseModel):
-    """The contents of the file; it is damaged if a field is missing."""
+    """The contents of the file; it is damaged if a field without a default is missing."""
 
     adapter: str | None
-    first: int
     settled: int
+    reviewed: int = 0
 
 
 @dataclass(frozen=True)
-class Doubts:
-    """``adapter`` will be judged again on the log's answers from id ``first`` on, its first answer; None: no adapter.
-    Live acceptance ignores answers up to id ``settled``: a rollback or its review has already used them."""
+class Doubt:
+    """``adapter`` is in doubt; None: no adapter. Live acceptance ignores answers up to id ``settled``: a rollback or a
+    review has already used them. ``reviewed`` is the newest answer on which drafts were compared."""
 
     adapter: str | None = None
-    first: int = 0
     settled: int = 0
+    reviewed: int = 0
 
     @classmethod
-    def load(cls, file: Path) -> Doubts:
-        """Read ``file``; no doubts if it is missing or cannot be read."""
+    def load(cls, file: Path) -> Doubt:
+        """Read ``file``; no doubt if it is missing or cannot be read."""
         try:
             return cls(**_File.model_validate_json(file.read_bytes()).model_dump())
         except (OSError, ValueError):  # pydantic's error is a ValueError
@@ -41,3 +52,86 @@ class Doubts:
     def save(self, file: Path) -> None:
         """Replace ``file``. Raises OSError if that fails; the file is then unchanged."""
         files.replace_text(file.parent, file, _File(**asdict(self)).model_dump_json())
+
+
+class Doubts:
+    """What is in doubt in one store, kept in ``file``. Used by the trainer's thread."""
+
+    def __init__(self, store: AdapterStore, file: Path, warn: Callable[[str], None]) -> None:
+        """``warn`` receives a line if the file cannot be written."""
+        self.now = Doubt()
+        self._store, self._file, self._warn = store, file, warn
+
+    def remember(self, newest: int) -> None:
+        """Read the file; ``newest`` is the newest answer in the log."""
+        self.now = Doubt.load(self._file)
+        if self.now.adapter is not None and self.now.adapter == self._store.current_id():
+            # It came back into use before the last process noted it.
+            self._keep(replace(self.now, adapter=None, settled=newest))
+
+    def due(self, newest: int) -> bool:
+        """Whether drafts are to be compared: enough answers on which none was trained, and none compared."""
+        try:
+            compared = (self._store.current_id(), self.now.adapter)
+            known = [self._store.show(one) for one in compared if one is not None]
+        except AdaptiveError:  # unreadable, damaged or deleted meanwhile: reported elsewhere
+            return False
+        if not known or (self.now.adapter is None and known[0].kind == "head"):
+            return False  # a head that is grown here has no plain draft
+        learned = max(manifest.trained_on.last_id or 0 for manifest in known)
+        return newest - max(self.now.reviewed, learned) >= REVIEWED
+
+    def roll_back(self, current: str, reason: str, newest: Callable[[], int]) -> bool:
+        """Take ``current`` out of use, to return to the one before it. Returns whether it was still in use."""
+        before = self.now
+        self._keep(replace(before, adapter=current))  # first, so that a killed process compares it again, too
+        try:
+            self._store.rollback(reason, of=current)
+        except InUseChanged:
+            self._keep(before)
+            return False
+        self._keep(replace(self.now, settled=newest()))
+        logger.warning("adapter %s is rolled back: %s", current, reason)
+        return True
+
+    def reviewed(self, until: int) -> None:
+        """Drafts were compared on answers up to ``until``."""
+        self._keep(replace(self.now, reviewed=until))
+
+    def exchange(self, best: str | None, reason: str) -> bool:
+        """Put ``best`` in use (None: the plain draft) after a review; the adapter that was in use is in doubt. Returns
+        whether that could be done."""
+        before, current = self.now, self._store.current_id()
+        self._keep(Doubt(current, before.reviewed, before.reviewed))
+        try:
+            if best is not None:
+                self._store.promote(best, f"back in use: {reason}", over=(current,))
+            while best is None and (leaving := self._store.current_id()) is not None:
+                self._store.rollback(reason, of=leaving)
+        except AdaptiveError as problem:  # another has come into use, or the best one is damaged
+            self._warn(str(problem))
+            self._keep(before)
+            return False
+        logger.warning("%s is in use now: %s", "the plain draft" if best is None else f"adapter {best}", reason)
+        return True
+
+    def promoted(self) -> None:
+        """A newly trained adapter came into use: it has learned from newer answers than the one in doubt."""
+        if self.now.adapter is not None:
+            self._keep(replace(self.now, adapter=None))
+
+    @property
+    def text(self) -> str:
+        """Why no adapter is in use, in words."""
+        try:
+            manifest = None if self.now.adapter is None else self._store.show(self.now.adapter)
+        except AdaptiveError:  # deleted meanwhile
+            manifest = None
+        return "no adapter in use" if manifest is None else f"adapter {manifest.id} is out of use: {manifest.reason}"
+
+    def _keep(self, doubt: Doubt) -> None:
+        self.now = doubt
+        try:
+            doubt.save(self._file)
+        except OSError as error:
+            self._warn(f"{self._file} cannot be written ({error.strerror}); a restart forgets what is in doubt")

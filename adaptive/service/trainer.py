@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from adaptive.control.costs import CostTable
@@ -37,7 +37,7 @@ from adaptive.service.watch import Watch
 from adaptive.settings import Settings, training_window
 from adaptive.state import PairState
 from adaptive.types import Round
-from checkpoints.store import AdapterStore, InUseChanged
+from checkpoints.store import AdapterStore
 
 logger = logging.getLogger("adaptive.trainer")
 
@@ -47,9 +47,6 @@ LOOK_S = 0.5
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 30.0, 3600.0
 # Newest logged answers from which live acceptance is restored after a restart.
 REMEMBERED = 200
-# Answers since the first one of a rolled-back adapter after which it is judged again. Too low: the result is
-# uncertain. Too high: if the rollback was wrong, the worse draft stays in use for longer.
-RECONSIDERED = 30
 # Seconds that a worker may take to stop: one pass of a large draft, and writing a candidate.
 STOP_S = 5.0
 
@@ -94,8 +91,8 @@ class Trainer:
         self._busy = True  # until the models are loaded
         self._quiet_since = time.monotonic()
         self._last_run: str | None = None
-        self._doubts = Doubts()
-        self._reconsidering = False
+        self._doubts = Doubts(self.store, state.doubts, self._warn)
+        self._reviewing = False
         self._seen = self._newest = self._read_until = 0  # ids: trained up to, newest, newest at the start of this run
         self._failures = 0
         self._not_before = 0.0
@@ -173,13 +170,11 @@ class Trainer:
     def _remember(self, log: Log) -> None:
         """Restore from the store and the log: the newest record trained on, and live acceptance."""
         self._seen = self._trained_until()
-        self._doubts = Doubts.load(self.state.doubts)
-        if self._doubts.adapter is not None and self._doubts.adapter == self.store.current_id():
-            self._doubt(Doubts(settled=log.last_id()))  # it came back into use before the last process noted it
+        self._doubts.remember(log.last_id())
         remembered = log.figures(REMEMBERED)
         seeded = log.seeded(min(remembered.ids, default=1) - 1)  # left out, as for live answers
         for figures in remembered:
-            if figures.id > self._doubts.settled and figures.id not in seeded:
+            if figures.id > self._doubts.now.settled and figures.id not in seeded:
                 own = figures.rounds if figures.own is None else figures.own
                 self._watch.observe(figures.adapter, own)
 
@@ -217,7 +212,7 @@ class Trainer:
         if useless is not None:
             self._warn(useless)
             return "waiting", useless
-        if new < self.settings.distill_after and not self._must_reconsider():
+        if new < self.settings.distill_after and not self._doubts.due(self._newest):
             return "waiting", f"{new} new answers of the {self.settings.distill_after} that a training run needs"
         if not self._in_window():
             return "waiting", f"{new} new answers; training runs {self.settings.distill} only"
@@ -231,10 +226,6 @@ class Trainer:
             )
         return None
 
-    def _must_reconsider(self) -> bool:
-        """Whether there are enough new answers to judge the rolled-back adapter again."""
-        return self._doubts.adapter is not None and self._newest - self._doubts.first + 1 >= RECONSIDERED
-
     def _in_window(self) -> bool:
         window = training_window(self.settings.distill)
         if window is None:
@@ -247,16 +238,17 @@ class Trainer:
         """Start a worker. Its standard error goes to ``trainer.log``, which is overwritten by each run."""
         settings, process = self.settings.for_worker(), start_worker(self.state.root / "trainer.log")
         self._read_until = self._newest
-        doubted = self._doubts.adapter if self._must_reconsider() else None
-        self._reconsidering = doubted is not None
-        if doubted is not None:
-            logger.info("adapter %s is judged once more", doubted)
+        self._reviewing = self._doubts.due(self._newest)
+        if self._reviewing:
+            logger.info("the draft in use is compared with others on the newest answers")
         else:
             logger.info("a training run begins: %d new answers", self._newest - self._seen)
         with self._lock:
             self._process, self._report, self._stopping = process, None, False
             self._paused = self._busy and self.settings.distill != "always"
-            self._say(Order(settings, str(self.state.root), self._paused, doubted, resolved()).line().rstrip("\n"))
+            doubted, root = self._doubts.now.adapter, str(self.state.root)
+            order = Order(settings, root, self._paused, self._reviewing, doubted, resolved())
+            self._say(order.line().rstrip("\n"))
         threading.Thread(target=self._read, args=(process,), name="trainer-reports", daemon=True).start()
 
     def _read(self, process: subprocess.Popen[str]) -> None:
@@ -292,14 +284,15 @@ class Trainer:
         if process.returncode == 0 and report is not None and report.stage in LAST:
             self._failures = 0
             self._last_run = report.message
-            if self._reconsidering and report.stage in ("done", "refused"):
-                settled = self._read_until if report.promoted else self._doubts.settled
-                self._doubt(Doubts(settled=settled))
-                if report.promoted:
-                    self._watch.forgive()
+            if self._reviewing and report.stage in ("done", "refused"):
+                self._doubts.reviewed(self._read_until)
+                if report.better and self._doubts.exchange(report.adapter, report.message):
+                    self._watch.forgive(report.adapter)
             elif report.stage in ("done", "refused"):
                 self.runs += report.stage == "done"
-                self._seen = self._read_until
+                self._seen = self._read_until if report.until is None else report.until
+                if report.promoted:
+                    self._doubts.promoted()
             elif report.stage in ("memory", "taken"):
                 self._not_before = time.monotonic() + FIRST_BACKOFF_S
             logger.info("training run: %s", report.message)
@@ -327,33 +320,17 @@ class Trainer:
             for problem in self.store.usable(None)[1]:
                 self._warn(problem)
             return
-        self._judged = self._watch.state(manifest)
+        self._judged = self._watch.state(manifest) if current is not None else self._doubts.text
         reason = self._watch.verdict(manifest)
-        if current is not None and reason is not None and current == self.store.current_id():
-            first, before = log.first_id(current), self._doubts
-            doubts = Doubts(None if first is None else current, first or 0, before.settled)
-            self._doubt(doubts)  # saved before the rollback, so that a killed process judges it again too
-            try:
-                self.store.rollback(reason, of=current)
-            except InUseChanged:
-                self._doubt(before)
-                return
+        if current is None or reason is None or current != self.store.current_id():
+            return
+        if self._doubts.roll_back(current, reason, log.last_id):
             self._watch.rolled_back(current)
-            self._doubt(replace(doubts, settled=log.last_id()))
-            logger.warning("adapter %s is rolled back: %s", current, reason)
 
     def _note_promotion(self, log: Log) -> None:
         """Record the expected and later the measured effect of a promotion (``Gains``)."""
         with contextlib.suppress(AdaptiveError):  # damaged or deleted meanwhile: reported elsewhere
             self._gains.look(log, self.store.current(), self.costs)
-
-    def _doubt(self, doubts: Doubts) -> None:
-        """Set and save ``doubts``."""
-        self._doubts = doubts
-        try:
-            doubts.save(self.state.doubts)
-        except OSError as error:
-            self._warn(f"{self.state.doubts} cannot be written ({error.strerror}); a restart forgets what is in doubt")
 
     def _warn(self, problem: str) -> None:
         """Log each problem once, because problems are detected again at every check."""

@@ -79,9 +79,11 @@ class Watch:
         with self._lock:
             self._answers.pop(adapter, None)
 
-    def forgive(self) -> None:
-        """Drop the references, because they were measured on other text."""
+    def forgive(self, adapter: str | None) -> None:
+        """``adapter`` (None: the plain draft) came back into use after a review: forget what was measured on other
+        text, its own answers and all references."""
         with self._lock:
+            self._answers.pop(adapter, None)
             self._references.clear()
 
     def verdict(self, manifest: Manifest | None) -> str | None:
