@@ -29,7 +29,7 @@ from adaptive.drafting.ahead import DraftsAhead, Worker, drafts_ahead
 from adaptive.drafting.proposal import Proposal
 from adaptive.engines.load import check_readable, load_engine
 from adaptive.engines.protocol import Engine, Sequence
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, first_line
 from adaptive.pair import base_of, draft_alone, pair_identity
 from adaptive.sampling import LogitsProcessor
 from adaptive.service.guard import JSON, Guard
@@ -61,6 +61,9 @@ logger = logging.getLogger("adaptive.drafting")
 MOST, IDLE_S = 16, 3600.0
 # Seconds between two checks for a newly promoted adapter.
 LOOK_S = 1.0
+# Seconds until the next check after one in which the store or the adapter could not be read. Too low: requests wait for
+# reading a large adapter in vain. Too high: it comes into use late.
+AGAIN_S = 30.0
 # Seconds for which an idle connection stays open: a user reads and thinks.
 KEEP_ALIVE_S = 3600
 
@@ -228,26 +231,40 @@ class Promoted:
 
     def __init__(self, drafts: Drafts, store: AdapterStore) -> None:
         self._drafts, self._store = drafts, store
-        self._looked, self._seen = float("-inf"), object()
+        self._next, self._seen = float("-inf"), object()
+        self._unread: set[str] = set()  # reported reasons why nothing could be read
 
     def __call__(self) -> None:
         """Check for another promoted adapter, at most every LOOK_S seconds, and use it."""
-        if time.monotonic() - self._looked < LOOK_S:
+        if time.monotonic() < self._next:
             return
-        self._looked, current = time.monotonic(), self._store.current_id()
+        self._next = time.monotonic() + LOOK_S
+        try:
+            self._look()
+        except (AdaptiveError, OSError, RuntimeError, MemoryError) as error:  # also if memory or files run out
+            self._next = time.monotonic() + AGAIN_S
+            problem, adapter = first_line(error), self._drafts.adapter or "none"
+            if problem not in self._unread:
+                self._unread.add(problem)
+                logger.warning("adapter: %s; adapter %s stays in use", problem, adapter)
+
+    def _look(self) -> None:
+        """Raises what reading the store and the adapter raises. The next look then begins anew."""
+        current = self._store.current_id()
         if current == self._seen:
             return
-        self._seen = current
         manifest, problems = self._store.usable(None)
         for problem in problems:
             logger.warning("adapter: %s", problem)
         name = manifest.id if manifest is not None else None
         if name != self._drafts.adapter:
+            folder = None if name is None else self._store.path(name)
             try:
-                self._drafts.use_adapter(name, None if name is None else self._store.path(name))
+                self._drafts.use_adapter(name, folder)
                 logger.info("now drafting with adapter %s", name or "none")
             except AdaptiveError as error:
                 logger.warning("adapter: %s; adapter %s is used", error, self._drafts.adapter or "none")
+        self._seen = current
 
 
 def serve(settings: Settings, adapter: Path | None, ahead: bool) -> None:

@@ -15,6 +15,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,7 +125,8 @@ class KeptCaches:
             logger.warning("a cache is not kept: %s", str(error).splitlines()[0])
             return instead
         self._kept = [*(one for one in self._kept if one.path != path), Kept(path, held)]
-        self._shrink()
+        with suppress(OSError):  # out of file descriptors, say; the next one does it
+            self._shrink()
         return path
 
     @property

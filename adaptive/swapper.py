@@ -3,7 +3,7 @@
 In: the adapter store, which any process may change. Out: calls of the assistant, and a line for each problem. An
 adapter is verified and read on a thread of its own, while the draft drafts with its old weights, and then merged in
 slices between rounds, without the draft. A damaged or incompatible adapter is skipped and reported once; decoding
-continues.
+continues. While the store or the adapter cannot be read, the one in use stays.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from adaptive.assistant import Assistant
 from adaptive.control.acceptance import by_position
 from adaptive.engines.protocol import Engine
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, first_line
 from checkpoints.manifest import BaseDraft, Manifest
 from checkpoints.store import AdapterStore
 
@@ -31,6 +31,12 @@ SLICE_S = 0.015
 # Seconds for which the rounds wait when an adapter begins to be read: a small one is then merged at once. Too high: the
 # text pauses noticeably for a large one.
 WAIT_S = 0.015
+# Seconds until the next look after one in which the store or an adapter could not be read. Too high: an adapter that is
+# promoted during a short shortage of file descriptors comes into use late. Too low: a large one, for which there is no
+# memory, is read again and again.
+AGAIN_S = 30.0
+# What reading may raise, beside AdaptiveError, if memory, threads or file descriptors run out.
+EXHAUSTED = (OSError, RuntimeError, MemoryError)
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,8 @@ class Swapper:
         self.on_swap: Callable[[], None] = lambda: None
         self._say = say
         self._refused: str | None = ""  # an unusable and reported value of CURRENT (None: it names no adapter)
+        self._unread: set[str] = set()  # reported reasons why nothing could be read
+        self._merging: str | None = None  # the value of CURRENT that began the swap
         self._looked = 0.0
         self._first = True
         self._reading: Future[_Read] | None = None
@@ -97,23 +105,43 @@ class Swapper:
     def _look(self, patience: float | None) -> bool:
         """Begin to read the adapter if another one is promoted, and to swap once it is read. Waits for that for at most
         ``patience`` seconds (None: without limit). Returns whether one was read."""
-        if self._reading is None:
-            current, first, self._first = self.store.current_id(), self._first, False
-            known = current in (self.assistant.adapter, self._refused)
-            # The first call checks even if no adapter is in use: CURRENT may be damaged, and ``usable`` repairs it.
-            if self.assistant.pair.draft is None or (known and not first):
+        try:
+            if self._reading is None:
+                self._reading = self._begin()
+            if self._reading is None:
                 return False
-            self._began, self._seconds, self._slices = time.perf_counter(), 0.0, 1
-            thread = ThreadPoolExecutor(1, "adapter")
-            self._reading = thread.submit(self._read, self.assistant.pair.draft)
-            thread.shutdown(wait=False)  # ends when the adapter is read
-        began = time.perf_counter()
-        done, _ = wait([self._reading], patience)
-        if done:
-            reading, self._reading = self._reading, None
-            self._take(reading.result())
-        self._seconds += time.perf_counter() - began
-        return bool(done)
+            began = time.perf_counter()
+            done, _ = wait([self._reading], patience)
+            if done:
+                reading, self._reading = self._reading, None
+                self._take(reading.result())
+            self._seconds += time.perf_counter() - began
+            return bool(done)
+        except (AdaptiveError, *EXHAUSTED) as error:
+            self._keep(error)
+            return False
+
+    def _keep(self, error: Exception) -> None:
+        """Nothing is known of what is promoted: leave the adapter in use, and look again later. Said once."""
+        self._looked = time.perf_counter() + AGAIN_S - LOOK_S
+        problem = str(error)
+        if not isinstance(error, AdaptiveError):
+            problem = f"the promoted adapter cannot be read now ({first_line(error)})"
+        if problem not in self._unread:
+            self._unread.add(problem)
+            self._say(f"{problem}; adapter {self.assistant.adapter or 'none'} stays in use")
+
+    def _begin(self) -> Future[_Read] | None:
+        """Begin to read the adapter, if another one is promoted."""
+        known = self.store.current_id() in (self.assistant.adapter, self._refused)
+        # The first read is done even if no adapter is in use: CURRENT may be damaged, and ``usable`` repairs it.
+        if self.assistant.pair.draft is None or (known and not self._first):
+            return None
+        self._began, self._seconds, self._slices = time.perf_counter(), 0.0, 1
+        thread = ThreadPoolExecutor(1, "adapter")
+        reading = thread.submit(self._read, self.assistant.pair.draft)
+        thread.shutdown(wait=False)  # ends when the adapter is read
+        return reading
 
     def _read(self, draft: Engine) -> _Read:
         """Verify the promoted adapter and do the first step of its swap, which only reads. Runs on its own thread."""
@@ -122,8 +150,9 @@ class Swapper:
         read = _Read(manifest, problems, before, self.store.current_id() if problems else before)
         if read.name == self.assistant.adapter:
             return read
+        folder = None if read.name is None else self.store.path(read.name)
         try:
-            steps = draft.swap_adapter(None if read.name is None else self.store.path(read.name))
+            steps = draft.swap_adapter(folder)
             next(steps, None)
         except AdaptiveError as error:
             return replace(read, error=error)
@@ -131,16 +160,18 @@ class Swapper:
 
     def _take(self, read: _Read) -> None:
         """Begin the swap to an adapter that was read, unless another one has been promoted since."""
+        self._first = False
         for problem in read.problems:
             self._say(problem)
+        current = self.store.current_id()
         if read.problems:
             self._refused = read.before  # report it once, not before every burst
-        if self.store.current_id() != read.after:
+        if current != read.after:
             return
         if read.error is not None:
             self._refuse(read.after, read.error)
         elif read.steps is not None:
-            self.expected = promised(read.manifest)
+            self.expected, self._merging = promised(read.manifest), read.after
             self.assistant.begin_swap(read.name, None, self.expected, read.steps)
 
     def _go_on(self, seconds: float) -> bool:
@@ -150,7 +181,7 @@ class Swapper:
         try:
             finished = self.assistant.finish_swap(seconds)
         except AdaptiveError as error:
-            self._refuse(self.store.current_id(), error)
+            self._refuse(self._merging, error)
             return True
         self._seconds += time.perf_counter() - began
         self._slices += 1

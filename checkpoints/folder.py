@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import get_args
 
@@ -18,13 +19,21 @@ FILES: dict[Kind, tuple[str, str]] = {"lora": (WEIGHTS, CONFIG), "head": ("model
 # Extensions of formats that may contain pickled objects, which can run code when they are loaded.
 PICKLED = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 
+# Errors of the process or the machine, not of the file: no other adapter could be opened either.
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+
 
 class DamagedAdapter(AdaptiveError):  # noqa: N818 - the thing that is damaged is the better word
     """A file of an adapter is missing or differs from the published one."""
 
 
 class UnreadableAdapter(DamagedAdapter):
-    """A file of an adapter cannot be read now: too many open files, no permission, a network disk that is away."""
+    """A file of an adapter cannot be read now: no permission, a network disk that is away."""
+
+
+class UnreadableStore(AdaptiveError):  # noqa: N818 - as above
+    """The store cannot be read now, or this process can read nothing: too many open files. Nothing is known to be
+    damaged or missing, so nothing may be concluded; a moment later it may be readable."""
 
 
 def check_written(folder: Path, kind: Kind = "lora") -> None:
@@ -47,14 +56,15 @@ def check_written(folder: Path, kind: Kind = "lora") -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in ``folder``. Raises DamagedAdapter if it cannot be read or belongs to another adapter."""
+    """The manifest in ``folder``. Raises DamagedAdapter if it cannot be read or belongs to another adapter, or
+    UnreadableStore."""
     name = folder.name
     try:
         manifest = Manifest.from_json((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DamagedAdapter(f"adapter {name} is damaged: {MANIFEST} is missing from {folder}") from None
     except OSError as error:
-        raise UnreadableAdapter(f"adapter {name}: {MANIFEST} in {folder} cannot be read ({error.strerror})") from error
+        raise _unreadable(f"adapter {name}: {MANIFEST} in {folder}", error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedAdapter(f"adapter {name} is damaged: {MANIFEST} in {folder} is not a manifest") from error
     known = manifest.status in get_args(Status) and manifest.kind in FILES
@@ -64,7 +74,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify_folder(folder: Path) -> Manifest:
-    """Hash every file that the manifest names. Raises DamagedAdapter, which names the first wrong file."""
+    """Hash every file that the manifest names. Raises DamagedAdapter, which names the first wrong file, or
+    UnreadableStore."""
     manifest = read_manifest(folder)
     for file, digest in {**dict.fromkeys(FILES[manifest.kind], ""), **manifest.files}.items():
         try:
@@ -72,12 +83,13 @@ def verify_folder(folder: Path) -> Manifest:
         except FileNotFoundError:
             raise DamagedAdapter(f"adapter {folder.name} is damaged: {file} is missing from {folder}") from None
         except OSError as error:
-            raise UnreadableAdapter(
-                f"adapter {folder.name}: {file} in {folder} cannot be read ({error.strerror})"
-            ) from error
+            raise _unreadable(f"adapter {folder.name}: {file} in {folder}", error) from error
         if actual != digest:
             raise DamagedAdapter(f"adapter {folder.name} is damaged: {file} in {folder} is not what was published")
-    pickled = _pickled(folder)
+    try:
+        pickled = _pickled(folder)
+    except OSError as error:
+        raise _unreadable(f"adapter {folder.name}: {folder}", error) from error
     if pickled is not None:
         raise DamagedAdapter(f"adapter {folder.name}: {pickled} may hold pickled code; only safetensors are loaded")
     return manifest
@@ -89,6 +101,11 @@ def check_destination(destination: Path, force: bool) -> None:
         raise AdaptiveError(f"{destination} is a file; name a folder to export to")
     if not force and destination.is_dir() and any(destination.iterdir()):
         raise AdaptiveError(f"{destination} is not empty; choose another folder, or --force to write over its files")
+
+
+def _unreadable(what: str, error: OSError) -> AdaptiveError:
+    kind = UnreadableStore if error.errno in EXHAUSTED else UnreadableAdapter
+    return kind(f"{what} cannot be read ({error.strerror})")
 
 
 def _pickled(folder: Path) -> str | None:

@@ -25,7 +25,7 @@ class HeldOut:
     """Figures of one held-out set, before (by the draft in use) and after (by this adapter).
 
     ``mean_acceptance_length_*`` are by replay at ``draft_length``. ``gain`` is the paired difference in
-    acceptance rate, after minus before.
+    acceptance rate, after minus before. ``generations`` counts those of one prompt as one, the unit of evidence.
     """
 
     generations: int

@@ -1,50 +1,44 @@
-"""The adapter store: ``adapters/0007/`` folders, and ``CURRENT`` with the id of the one in use.
+"""The adapter store: ``adapters/0007/`` folders, and which of them is in use (``in_use.py``).
 
 In: a folder that PEFT wrote and its description (``NewAdapter``). Out: manifests, and the folder
 to load at a start (``usable``). Any number of processes may read without waiting; changes are made
-one at a time under a file lock, in steps such that a kill between any two leaves a valid store:
-
-* a folder gets its id by one rename, when all its files and its manifest are on the disk;
-* ``CURRENT`` decides which adapter is in use. A promotion writes the status into the manifest, then
-  the id it replaces into ``PREVIOUS`` (ids in the order in which they were in use, newest last), then
-  ``CURRENT``. If the process is killed before the last step, the promotion has not happened, and the next
-  opening corrects the manifest;
-* a rollback writes the status first, then ``CURRENT``; if killed between, the next opening finishes it.
+one at a time under a file lock, in steps such that a kill between any two leaves a valid store. A folder gets its id by
+one rename, when all its files and its manifest are on the disk.
 
 No id is used twice, because the newest folder is never pruned: the log refers to adapters by id. Of a pruned adapter a
-line stays in ``PRUNED`` (``trained.py``).
+line stays in ``PRUNED`` (``trained.py``). Whatever reads raises UnreadableStore if the store cannot be read now.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from checkpoints import files
+from checkpoints.contents import ids, manifests, number, numbered
 from checkpoints.errors import AdaptiveError
 from checkpoints.folder import (
     MANIFEST,
     DamagedAdapter,
     UnreadableAdapter,
+    UnreadableStore,
     check_destination,
     check_written,
     read_manifest,
     verify_folder,
 )
-from checkpoints.manifest import BaseDraft, HeldOut, Kind, Manifest, Status, TrainedOn
+from checkpoints.in_use import CURRENT, InUse
+from checkpoints.manifest import BaseDraft, HeldOut, Kind, Manifest, TrainedOn
 from checkpoints.trained import Trained, read_pruned, write_pruned
 
 __all__ = ["AdapterStore", "DamagedAdapter", "InUseChanged", "NewAdapter", "training_seconds"]
 
-CURRENT = "CURRENT"
-PREVIOUS = "PREVIOUS"
 LOCK = ".lock"
 
 # Seconds to wait for another process's change, which is a few small writes. Too low: failures on a slow
@@ -52,9 +46,6 @@ LOCK = ".lock"
 CHANGE_TIMEOUT = 60.0
 # Seconds an opening waits before it reads without settling: the holder of the lock has just settled.
 OPEN_TIMEOUT = 1.0
-
-_ID = re.compile(r"\d{4,}$")
-_NUMBERED = re.compile(r"(\d{4,})(\.damaged.*)?$")
 
 Lines = list[str]  # ``AdapterStore.list`` hides the builtin inside the class
 
@@ -89,6 +80,7 @@ class AdapterStore:
     def __init__(self, root: Path, around_changes: AbstractContextManager[Any] | None = None) -> None:
         """``around_changes`` is entered before the lock of each change is taken, and left after its release."""
         self.root = root
+        self._in_use = InUse(root)
         self._around = around_changes or nullcontext()
         if root.is_dir():
             with suppress(AdaptiveError), self._changing(OPEN_TIMEOUT):
@@ -96,11 +88,7 @@ class AdapterStore:
 
     def current_id(self) -> str | None:
         """Id of the adapter in use, None for the plain draft. One small read, cheap enough to poll."""
-        try:
-            text = (self.root / CURRENT).read_bytes().strip().decode("ascii", errors="replace")
-        except OSError:
-            return None
-        return text if _ID.match(text) else None
+        return self._in_use.current()
 
     def current(self) -> Manifest | None:
         """The adapter in use, None for the plain draft. Raises AdaptiveError if its folder is missing."""
@@ -109,15 +97,11 @@ class AdapterStore:
 
     def fallback(self) -> str | None:
         """Id of the adapter that a rollback returns to: the last whole one in use before. None: the plain draft."""
-        return self._whole(self._fallbacks(self.current_id()))
+        return self._in_use.whole(self._in_use.fallbacks(self.current_id()))
 
     def list(self) -> tuple[Manifest, ...]:
         """Every adapter whose manifest can be read, oldest first."""
-        found = []
-        for name in self._ids():
-            with suppress(DamagedAdapter):
-                found.append(read_manifest(self.root / name))
-        return tuple(found)
+        return manifests(self.root)
 
     def trained(self) -> tuple[Trained, ...]:
         """Every adapter of ``list`` and every pruned one, oldest first."""
@@ -130,11 +114,8 @@ class AdapterStore:
 
     def damaged(self) -> tuple[str, ...]:
         """Folders that ``list`` leaves out: set aside, or with an unreadable manifest."""
-        if not self.root.is_dir():
-            return ()
         readable = {manifest.id for manifest in self.list()}
-        names = (p.name for p in self.root.iterdir() if _NUMBERED.match(p.name))
-        return tuple(sorted(name for name in names if name not in readable))
+        return tuple(name for name in numbered(self.root) if name not in readable)
 
     def show(self, name: str) -> Manifest:
         """One adapter's manifest; ``7`` means ``0007``.
@@ -145,7 +126,7 @@ class AdapterStore:
 
     def path(self, name: str) -> Path:
         """Folder of an adapter, for PEFT or ``MergedAdapter``. Raises AdaptiveError for an unknown id."""
-        known = self._ids()
+        known = ids(self.root)
         full = name.zfill(4) if name.isdecimal() else name
         if full not in known:
             there = f"there are {', '.join(known)}" if known else "there are none yet"
@@ -206,13 +187,7 @@ class AdapterStore:
             before = self.current_id()
             if over is not None and before not in over:
                 raise InUseChanged(f"adapter {before or 'none'} has come into use; {name} does not replace it")
-            promoted = self._write_status(name, "promoted", reason)
-            if before != name:
-                # ``name`` keeps its place in PREVIOUS until CURRENT has changed; readers skip it.
-                previous = [one for one in self._previous() if one != before]
-                self._write_previous(previous if before is None else [*previous, before])
-                self._write_current(name)
-        return promoted
+            return self._in_use.promote(name, reason)
 
     def reject(self, name: str, reason: str) -> Manifest:
         """Mark an adapter as rejected. Raises AdaptiveError for the one in use, or an unknown id."""
@@ -220,7 +195,7 @@ class AdapterStore:
         with self._changing():
             if name == self.current_id():
                 raise AdaptiveError(f"adapter {name} is in use; `adaptive adapters rollback` takes it out of use")
-            return self._write_status(name, "rejected", reason)
+            return self._in_use.write_status(name, "rejected", reason)
 
     def rollback(self, reason: str, of: str | None = None) -> Manifest | None:
         """Take the adapter in use out of use and return to the last whole one before it. ``of``: the id that must be in
@@ -235,9 +210,7 @@ class AdapterStore:
                 raise InUseChanged(f"adapter {before or 'none'} has come into use; {of} is in use no more")
             if before is None:
                 raise AdaptiveError(f"no adapter is in use in {self.root}; there is nothing to roll back")
-            with suppress(DamagedAdapter):  # the folder or its manifest is missing: there is no status to write
-                self._write_status(before, "rolled_back", reason)
-            after = self._return_from(before)
+            after = self._in_use.roll_back(before, reason)
         return None if after is None else self.show(after)
 
     def usable(self, base: BaseDraft | None) -> tuple[Manifest | None, Lines]:
@@ -246,19 +219,23 @@ class AdapterStore:
         A damaged adapter is set aside as ``0007.damaged`` and the last good one comes into use, or the
         plain draft. In place of one that cannot be read now they are returned, and nothing is changed. An adapter of
         other weights than ``base`` is not used; None skips this check.
+
+        Raises UnreadableStore; whatever adapter is in memory should then stay in use, and the next try may succeed.
         """
         problems: Lines = []
         refused: set[str] = set()
         current = self.current_id()
-        if current is None and (self.root / CURRENT).exists():
+        if current is None and self._in_use.garbled():
             current = self._mend_current()
             problems.append(f"{self.root / CURRENT} named no adapter; {_instead(current)}")
         while current is not None:
             try:
                 manifest = self.verify(current)
+            except UnreadableStore:
+                raise
             except UnreadableAdapter as problem:  # it may be whole, and readable a moment later
                 refused.add(current)
-                current = next((one for one in self._fallbacks(current) if one not in refused), None)
+                current = next((one for one in self._in_use.fallbacks(current) if one not in refused), None)
                 problems.append(f"{problem}; {_instead(current)}")
                 continue
             except AdaptiveError as damage:
@@ -287,15 +264,14 @@ class AdapterStore:
         if not self.root.is_dir():
             return ()
         # This hashes whole adapters, so it comes before the lock, and only if the fallback is not kept as a new one.
-        back = self.fallback() if len(self._ids()) > keep else None
+        back = self.fallback() if len(ids(self.root)) > keep else None
         with self._changing():
             known = {manifest.id: manifest for manifest in self.list()}
-            numbered = sorted((p.name for p in self.root.iterdir() if _NUMBERED.match(p.name)), key=_number)
-            current = self.current_id()
-            needed = {*self._ids()[-keep:], *numbered[-1:], current, back, *self._fallbacks(current)[:1]}
+            names, current = numbered(self.root), self.current_id()
+            needed = {*ids(self.root)[-keep:], *names[-1:], current, back, *self._in_use.fallbacks(current)[:1]}
             doomed = tuple(
                 name
-                for name in numbered
+                for name in names
                 if name not in needed and (spare is None or (name in known and not spare(known[name])))
             )
             self._delete(doomed, [Trained.of(known[name]) for name in doomed if name in known])
@@ -338,7 +314,7 @@ class AdapterStore:
         try:
             with self._around, FileLock(self.root / LOCK, timeout=timeout, poll_interval=0.01, mode=0o600):
                 files.sweep(self.root)
-                self._settle()
+                self._in_use.settle()
                 yield
         except Timeout as error:
             raise AdaptiveError(
@@ -347,25 +323,9 @@ class AdapterStore:
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def _settle(self) -> None:
-        """Finish a rollback and undo a promotion that a killed process had begun."""
-        known = self.list()
-        current = self.current_id()
-        for manifest in known:
-            if manifest.id == current and manifest.status == "rolled_back":
-                self._return_from(manifest.id)
-            elif manifest.id == current and manifest.status != "promoted":
-                self._write_status(manifest.id, "promoted", f"{CURRENT} names it; it was a {manifest.status}")
-        if (self.root / CURRENT).exists() and (current is None or not (self.root / PREVIOUS).exists()):
-            return  # the adapter that was in use is unknown, so no promotion can be called interrupted
-        in_use = {self.current_id(), *self._previous()}
-        for manifest in known:
-            if manifest.status == "promoted" and manifest.id not in in_use:
-                self._write_status(manifest.id, "candidate", "its promotion was interrupted")
-
     def _manifest(self, new: NewAdapter, hashes: dict[str, str]) -> Manifest:
         """The manifest of ``new`` with the next free id. Set-aside and damaged folders keep their ids."""
-        taken = [_number(p.name) for p in self.root.iterdir() if _NUMBERED.match(p.name)]
+        taken = map(number, numbered(self.root))
         return Manifest(
             id=f"{max(taken, default=0) + 1:04d}",
             parent=new.parent,
@@ -383,60 +343,22 @@ class AdapterStore:
             kind=new.kind,
         )
 
-    def _ids(self) -> tuple[str, ...]:
-        if not self.root.is_dir():
-            return ()
-        return tuple(sorted((p.name for p in self.root.iterdir() if _ID.match(p.name) and p.is_dir()), key=int))
-
-    def _previous(self) -> Lines:
-        """Ids in use before, newest last; only those that still exist."""
-        try:
-            text = (self.root / PREVIOUS).read_text(encoding="ascii", errors="replace")
-        except OSError:
-            return []
-        known = self._ids()
-        return [one for one in text.split() if one in known]
-
-    def _fallbacks(self, current: str | None) -> Lines:
-        """The ids to return to from ``current``, best first: those in use before it, then its ancestors."""
-        promoted = {manifest.id: manifest for manifest in self.list() if manifest.status == "promoted"}
-        chain = [one for one in reversed(self._previous()) if one in promoted]
-        with suppress(AdaptiveError):
-            parent = self.show(current).parent if current else None
-            while parent is not None and parent in promoted and parent not in chain:
-                chain.append(parent)
-                parent = promoted[parent].parent
-        return [one for one in chain if one != current]
-
-    def _whole(self, names: Iterable[str]) -> str | None:
-        for name in names:
-            with suppress(AdaptiveError):
-                return self.verify(name).id
-        return None
-
-    def _return_from(self, before: str) -> str | None:
-        """Put the predecessor of ``before`` back in use. CURRENT is written first, so PREVIOUS may be stale briefly."""
-        after = self._whole(self._fallbacks(before))
-        self._write_current(after)
-        self._write_previous([one for one in self._previous() if one not in (before, after)])
-        return after
-
     def _mend_current(self) -> str | None:
-        """Find the adapter in use when CURRENT cannot be read: promoted, and not replaced yet."""
-        previous = self._previous()
-        newest = [m.id for m in reversed(self.list()) if m.status == "promoted" and m.id not in previous]
-        current = self._whole([*newest, *reversed(previous)])
+        """Write the id that CURRENT must have named (not yet verified), as far as the store can be written."""
+        lost = self._in_use.lost()
         with suppress(AdaptiveError), self._changing():
-            self._write_current(current)
-        return current
+            if not self._in_use.garbled():  # another process has changed it since
+                return self.current_id()
+            self._in_use.write_current(lost)
+        return lost
 
     def _set_aside(self, name: str, refused: set[str]) -> tuple[str | None, str]:
         """Rename a damaged folder and put the next one (not yet verified) in use. Returns that one and a message."""
-        after = next((one for one in self._fallbacks(name) if one not in refused), None)
+        after = next((one for one in self._in_use.fallbacks(name) if one not in refused), None)
         try:
             with self._changing():
                 if self.current_id() == name:  # else another process has changed it since
-                    self._write_current(after)
+                    self._in_use.write_current(after)
                 else:
                     after = self.current_id()
                 if not (self.root / name).is_dir():
@@ -464,22 +386,7 @@ class AdapterStore:
             os.rename(self.root / name, temporary)  # first, so that no half-deleted adapter has an id
             files.finished(temporary)
         write_pruned(self.root, pruned)
-        self._write_previous(self._previous())
-
-    def _write_status(self, name: str, status: Status, reason: str) -> Manifest:
-        manifest = read_manifest(self.root / name).with_status(status, reason)
-        files.replace_text(self.root, self.root / name / MANIFEST, manifest.to_json())
-        return manifest
-
-    def _write_previous(self, names: Lines) -> None:
-        files.replace_text(self.root, self.root / PREVIOUS, "".join(f"{name}\n" for name in names))
-
-    def _write_current(self, name: str | None) -> None:
-        if name is None:
-            (self.root / CURRENT).unlink(missing_ok=True)
-            files.flush(self.root)
-        else:
-            files.replace_text(self.root, self.root / CURRENT, f"{name}\n")
+        self._in_use.write_previous(self._in_use.previous())
 
 
 def training_seconds(store: AdapterStore) -> float:
@@ -495,10 +402,6 @@ def training_seconds(store: AdapterStore) -> float:
         else:
             since = max(since, one.seconds)
     return total + since
-
-
-def _number(name: str) -> int:
-    return int(name.split(".")[0])
 
 
 def _instead(current: str | None) -> str:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from checkpoints import files
+from checkpoints.contents import small_file
 from checkpoints.manifest import Manifest
 
 PRUNED = "PRUNED"
@@ -36,11 +37,8 @@ class Trained:
 
 
 def read_pruned(root: Path) -> list[Trained]:
-    """The pruned adapters of the store in ``root``."""
-    try:
-        lines = (root / PRUNED).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
+    """The pruned adapters of the store in ``root``. Raises UnreadableStore."""
+    lines = (small_file(root / PRUNED) or "").splitlines()
     return [one for one in map(_parsed, lines) if one is not None]
 
 

@@ -274,8 +274,8 @@ class Tour:
             return
         was, now = made.recent.acceptance_before.mean, made.recent.acceptance_after.mean
         self.console.print(
-            f"It comes into use: in {made.recent.generations} answers kept out of training it guesses {now:.0%} of the "
-            f"next tokens, {f'{was:.0%} before' if was else 'and before it nothing did'}. {took}"
+            f"It comes into use: in answers to {made.recent.generations} prompts kept out of training it guesses "
+            f"{now:.0%} of the next tokens, {f'{was:.0%} before' if was else 'and before it nothing did'}. {took}"
         )
 
     def _plot(self, session: OpenedPair, adapter: str | None) -> None:

@@ -385,7 +385,7 @@ def _add_rows(table: Any, name: str, figures: HeldOut) -> None:
     """Acceptance and mean acceptance length of one held-out set."""
     lengths = figures.mean_acceptance_length_before, figures.mean_acceptance_length_after
     table.add_row(
-        f"{name}: acceptance ({counted(figures.generations, 'generation')})",
+        f"{name}: acceptance (answers to {counted(figures.generations, 'prompt')})",
         _interval(figures.acceptance_before, 3),
         _interval(figures.acceptance_after, 3),
         _interval(figures.gain, 3, signed=True),

@@ -4,14 +4,12 @@ none."""
 from __future__ import annotations
 
 import json
-import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import save_random_pair
+from shortages import short_of_memory
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from adaptive.assistant import Assistant
@@ -68,18 +66,6 @@ def test_the_drafts_cache_grows_with_the_targets_and_seldom(pair: Pair) -> None:
     assert {target // BYTES["target"] for target, _ in sizes} == {draft // BYTES["draft"] for _, draft in sizes}
     assert all(target // BYTES["target"] == draft // BYTES["draft"] for target, draft in sizes)
     assert len(set(sizes)) == 2
-
-
-@contextmanager
-def short_of_memory(left: int) -> Iterator[None]:
-    """Limit the process to ``left`` more bytes of memory."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + left, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @pytest.mark.parametrize("which", ["kernels", "transformers"])

@@ -10,13 +10,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from shortages import short_of_files
 from store_factory import BASE, NEW, folder_in_memory, published, write
 
 from adaptive.errors import AdaptiveError
+from checkpoints.in_use import InUse
 from checkpoints.manifest import HeldOut, Interval
 from checkpoints.store import AdapterStore, training_seconds
 
@@ -70,7 +73,9 @@ def check_valid(root: Path) -> AdapterStore:
     current = store.current()
     assert current is None or current.status == "promoted"
     assert store.usable(BASE) == (current, [])
-    used = {store.current_id(), *store._previous()}
+    previous = InUse(root).previous()
+    assert store.current_id() not in previous
+    used = {store.current_id(), *previous}
     assert [m.id for m in manifests if m.status == "promoted" and m.id not in used] == []
     assert store.publish(write, NEW).id not in {m.id for m in manifests}
     return store
@@ -164,6 +169,89 @@ def test_killed_before_each_single_change_the_store_is_valid(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("name", ["0001", "0004"])
+def test_a_promotion_that_is_killed_leaves_a_store_that_tells_what_a_garbled_current_named(
+    tmp_path: Path, name: str
+) -> None:
+    whole = published(tmp_path / "whole", 4, promote=3).root
+    number, killed, found = 0, True, []
+    while killed:
+        number += 1
+        root = shutil.copytree(whole, tmp_path / str(number))
+        killed = killed_before_change(root, number, lambda store: store.promote(name, "by hand"))
+        store = AdapterStore(root)
+        found.append(store.current_id())
+        (root / "CURRENT").write_text("garbage")
+        assert store.usable(BASE)[0] == store.show(str(found[-1]))
+    assert set(found) == {"0003", name}
+
+
+def without_files_at_read(root: Path, number: int, once: bool, work: Callable[[AdapterStore], bool]) -> bool:
+    """Fork, and let the child have no file descriptor left at its ``number``-th read in ``root``: ``once``, or from
+    there on. ``work`` returns whether all is as it should be, or raises AdaptiveError. False where the child had fewer
+    reads."""
+    child = os.fork()
+    if child == 0:
+        left, store, shortage = number, AdapterStore(root), ExitStack()
+
+        def count(event: str, arguments: tuple[object, ...]) -> None:
+            nonlocal left
+            if event in ("open", "os.listdir", "os.scandir") and str(arguments[0]).startswith(str(root)):
+                left -= 1
+                if left == 0:
+                    shortage.enter_context(short_of_files(0))
+                elif once:
+                    shortage.close()
+
+        sys.addaudithook(count)
+        good = False
+        try:
+            good = work(store)
+        except AdaptiveError:
+            good = left <= 0
+        finally:  # also after an error that a caller would not expect
+            os._exit((0 if left <= 0 else 1) if good else 2)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, 1), f"a wrong answer or error without a file descriptor at read {number}"
+    return status == 0
+
+
+@pytest.mark.thorough(but="once-usable")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize(
+    ("work", "garbled", "possible"),
+    [
+        (lambda store: store.usable(BASE) == (store.show("0001"), []), False, {"0001"}),
+        (lambda store: store.usable(BASE)[0] == store.show("0001"), True, {"0001"}),
+        (lambda store: store.fallback() == "0003", False, {"0001"}),
+        (lambda store: store.rollback("slower").id == "0003", False, {"0001", "0003"}),
+        (lambda store: store.promote("0002", "better").id == "0002", False, {"0001", "0002"}),
+        (lambda store: store.prune(1) == ("0002", "0004"), False, {"0001"}),
+    ],
+    ids=["usable", "usable-garbled", "fallback", "rollback", "promote", "prune"],
+)
+@pytest.mark.parametrize("once", [True, False], ids=["once", "from-it-on"])
+def test_without_a_file_descriptor_at_any_single_read_no_other_adapter_comes_into_use(
+    tmp_path: Path, work: Callable[[AdapterStore], bool], garbled: bool, possible: set[str], once: bool
+) -> None:
+    store = published(tmp_path / "whole", 5, promote=3)
+    store.promote("0001", "by hand")
+    number, short = 0, True
+    while short:
+        number += 1
+        root = shutil.copytree(store.root, tmp_path / str(number))
+        if garbled:
+            (root / "CURRENT").write_text("garbage")
+        short = without_files_at_read(root, number, once, work)
+        manifest, _ = AdapterStore(root).usable(BASE)
+        assert manifest is not None
+        assert manifest.id in possible
+        assert check_valid(root).current_id() in possible
+        assert {"0001", "0003", "0005"} <= {one.id for one in store.list()}
+    assert number > 5
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_prune_that_is_killed_loses_no_training_seconds(tmp_path: Path) -> None:
     store, judged = AdapterStore(tmp_path / "whole"), HeldOut(10, 900, 4, *[Interval(0.5, 0.4, 0.6)] * 5)
     for seconds in (1.0, 2.0, 4.0):
@@ -216,7 +304,7 @@ for _ in range(5):
     assert sorted(names) == [f"{number:04d}" for number in range(1, 16)]
     store = check_valid(root)
     # One chain: each of the fifteen was in use once, so fourteen rollbacks reach the first.
-    assert len({store.current_id(), *store._previous()}) == 15
+    assert len({store.current_id(), *InUse(root).previous()}) == 15
 
 
 def test_a_reader_never_waits_for_a_stopped_writer(tmp_path: Path) -> None:

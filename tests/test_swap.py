@@ -165,6 +165,7 @@ def test_an_adapter_that_is_rolled_back_while_it_is_read_does_not_come_into_use(
     expected, assistant = alone(session), session.assistant
     _, slow = promoted_on_a_slow_disk(session.store, tmp_path / "adapter")
     assert session.swapper.between_rounds()
+    until(lambda: slow.opened == 2)  # one was for the promotion
     assert not slow.in_vain
     session.store.rollback("the test says so")
     slow.answer(2)
@@ -184,6 +185,26 @@ def test_an_adapter_that_does_not_fit_is_passed_over_in_the_middle_of_an_answer(
     assert [step.token for step in session.assistant.complete(PROMPT, GREEDY, LONG)] == expected
     assert session.assistant.adapter is None
     assert session.swapper.swaps == 0
+
+
+def test_the_adapter_that_is_promoted_while_anothers_merge_fails_comes_into_use(
+    session: OpenedPair, tmp_path: Path
+) -> None:
+    names = [publish_random_adapter(session.store, tmp_path / str(seed), seed) for seed in (1, 2)]
+    draft = session.assistant.pair.draft
+    assert draft is not None
+
+    def burst(changed: frozenset[str]) -> None:
+        draft.adapter.listeners.remove(burst)  # type: ignore[attr-defined]
+        raise MemoryError("no room")
+
+    session.store.promote(names[0], "the test says so")
+    session.swapper.between_rounds()
+    assert session.assistant.swapping
+    session.store.promote(names[1], "the test says so")
+    draft.adapter.listeners.append(burst)  # type: ignore[attr-defined]
+    assert session.swapper.use_promoted()
+    assert session.assistant.adapter == names[1]
 
 
 def test_a_merge_that_fails_midway_leaves_the_plain_draft(session: OpenedPair, tmp_path: Path) -> None:

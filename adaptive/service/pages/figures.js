@@ -82,7 +82,7 @@ function showAdapters(list, change = null) {
       `adapter ${a.id} ${percent(a.recent.acceptance_before.mean)} to ${percent(a.recent.acceptance_after.mean)}, ${a.status.replace("_", " ")}`).join("; "),
     rows: judged.map(a => ({name: a.id, before: a.recent.acceptance_before, after: a.recent.acceptance_after,
       about: `adapter ${a.id}, ${a.status.replace("_", " ")}: ${percent(a.recent.acceptance_before.mean)} to `
-        + `${percent(a.recent.acceptance_after.mean)} on ${count(a.recent.generations, "answer", "answers")}`}))});
+        + `${percent(a.recent.acceptance_after.mean)} on answers to ${count(a.recent.generations, "prompt", "prompts")}`}))});
   const trained = list.filter(a => a.train_seconds > 0);
   if (!trained.length) drawNothing(at("costs"), "Appears when a training run has ended; it trains while nobody asks.");
   else drawBars(at("costs"), {label: "adapter", format: plain, kind: "two",
