@@ -10,7 +10,7 @@ import torch
 
 from adaptive.engines.load import sampling_kernels
 from adaptive.grammar import Constraint
-from adaptive.tokens import Rows, on_one_thread, uploaded
+from adaptive.tokens import Rows, moved, on_one_thread, uploaded
 from adaptive.types import SamplingParams
 
 # Numbers from which threads share the work on a few distributions. torch would share five rows of any length, and
@@ -214,8 +214,8 @@ class LogitsProcessor:
             self.output.index_add_(0, counted, torch.ones(len(tokens), device=self.output.device))
 
     def apply(self, logits: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
-        """Processed float32 logits (n, vocab). The last row follows all of ``drafted`` (k,), each row before it one
-        token less: a verification has k + 1 rows, a draft step one.
+        """Processed float32 logits (n, vocab). The last row follows all of ``drafted`` (k,), on any device, each row
+        before it one token less: a verification has k + 1 rows, a draft step one.
         """
         logits = self._penalise(logits.float(), drafted)
         return logits if self.constraint is None else self.constraint.mask(logits, drafted.tolist())
@@ -229,7 +229,8 @@ class LogitsProcessor:
         rows, vocab = logits.shape
         output = self.output[:vocab].to(device).expand(rows, vocab)
         if len(drafted):
-            hits = torch.nn.functional.one_hot(drafted, self.vocab_size)[:, :vocab].cumsum(0)
+            # Ids that are known without waiting for the device, such as history's, are on the CPU.
+            hits = torch.nn.functional.one_hot(moved(drafted, device), self.vocab_size)[:, :vocab].cumsum(0)
             output = output + torch.nn.functional.pad(hits, (0, 0, 1, 0))[-rows:]
         p = self.params
         seen = (output > 0) | self.prompt[:vocab].to(device)

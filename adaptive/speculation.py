@@ -28,10 +28,11 @@ NEARLY_ONE = 0.1
 @dataclass(frozen=True)
 class Speculation:
     """How the last answer was decoded. ``rounds``: all of its rounds; ``drafting_rounds``: those that drafted
-    something; ``drafted``: their tokens; all are 0 before the first answer. ``switched_off``: the settings ask for a
-    draft length of 0. ``expected_speed_up`` over plain decoding: if the answer was drafted, that of recent rounds, else
-    the policy's expectation of drafting now; None if unknown. ``growing``: the draft is a head that has not been
-    trained yet. ``away``: a draft server drafts, and does not answer."""
+    something, history's too; ``drafted``: their tokens; all are 0 before the first answer, and for one of a single
+    token (``answered``), which the prompt's pass gives. ``draft``: there is a draft. ``switched_off``: the settings ask
+    for a draft length of 0. ``expected_speed_up`` over plain decoding: if the answer was drafted, that of recent
+    rounds, else the policy's expectation of drafting now; None if unknown, or if no draft can draft now. ``growing``:
+    the draft is a head that has not been trained yet. ``away``: a draft server drafts, and does not answer."""
 
     draft: bool
     switched_off: bool
@@ -41,6 +42,7 @@ class Speculation:
     expected_speed_up: float | None
     growing: bool = False
     away: bool = False
+    answered: bool = False
 
     @property
     def drafting(self) -> bool:
@@ -55,12 +57,8 @@ class Speculation:
     @property
     def sentence(self) -> str:
         """How the last answer was decoded, and why."""
-        if not self.draft and not self.drafting:
-            return "plain: no draft"
-        if not self.rounds:
+        if self.draft and not self.rounds and not self.answered:
             return "nothing decoded yet"
-        if self.growing and not self.drafting_rounds:
-            return "plain: the head that is grown here has not been trained yet"
         share = f"{self.drafting_rounds} of {self.rounds} rounds"
         if self.drafting:
             where = f" in {share}" if self.drafting_rounds < self.rounds else ""
@@ -72,6 +70,12 @@ class Speculation:
         return "" if speed is None else f", {_times(speed)} times as fast as plain"
 
     def _why_plain(self) -> str:
+        if not self.draft:
+            return "no draft"
+        if not self.rounds:
+            return "one token, which the prompt's own pass gave"
+        if self.growing:
+            return "the head that is grown here has not been trained yet"
         if self.switched_off:
             return "the draft length is set to 0"
         if self.away:
@@ -95,16 +99,19 @@ class Speculation:
 
 def speculation(assistant: Assistant, rounds: Sequence[Round] | None = None) -> Speculation:
     """The description of ``assistant``'s decoding in ``rounds``, by default those of the answer that began last."""
+    last, policy, pair = assistant.last, assistant.policy, assistant.pair
     if rounds is None:
-        rounds = () if assistant.last is None else assistant.last.rounds
-    policy = assistant.policy
+        rounds = () if last is None else last.rounds
+    draft = who_drafts(pair) is not None
+    untrained, away = growing(pair), pair.remote is not None and not pair.remote.connected
     found = of_counts(
         count_rounds(rounds),
-        draft=who_drafts(assistant.pair) is not None,
+        draft=draft,
         switched_off=isinstance(policy, FixedLength) and policy.length == 0,
-        expected_speed_up=policy.expected_speed_up,
-        growing=growing(assistant.pair),
-        away=assistant.pair.remote is not None and not assistant.pair.remote.connected,
+        expected_speed_up=policy.expected_speed_up if draft and not untrained and not away else None,
+        growing=untrained,
+        away=away,
+        answered=last is not None and len(last.output) > 0,
     )
     return replace(found, expected_speed_up=policy.present_speed_up) if found.drafting else found
 
@@ -129,6 +136,7 @@ def of_counts(
     expected_speed_up: float | None = None,
     growing: bool = False,
     away: bool = False,
+    answered: bool = False,
 ) -> Speculation:
     """The description of rounds that are already summed up."""
     rounds = list(counts)
@@ -141,6 +149,7 @@ def of_counts(
         expected_speed_up=expected_speed_up,
         growing=growing,
         away=away,
+        answered=answered,
     )
 
 

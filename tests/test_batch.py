@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from test_lossless_sampled import models as models
 from adaptive.answering import Answering, Question
 from adaptive.assistant import Assistant, encode_chat
 from adaptive.caches import Conversations
+from adaptive.control.confidence import CENTRES
+from adaptive.control.goodput import GoodputLength
 from adaptive.control.policy import FixedLength, LengthPolicy
 from adaptive.control.sources import GoodputWithHistory
 from adaptive.decoding import batch as batches
@@ -182,6 +185,20 @@ def test_one_alone_is_decoded_by_the_calls_of_one(
     together(assistant, asked, late=(1,))
     assert passes
     assert all(len(one) == 2 for one in passes)
+
+
+def test_the_time_of_drafts_is_learned_also_if_all_their_tokens_are_dropped(
+    pairs: dict[str, Pair], prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, learned = GoodputLength(), []
+    policy.calibration.rejected = [1e6] * len(CENTRES)  # no confidence is worth anything
+    monkeypatch.setattr(policy, "drafted", lambda answers, length, seconds: learned.append((answers, length, seconds)))
+    assistant = assistant_of(pairs["float32"], policy)
+    asked = [replace(one, stop=StopParams(20, ignore_eos=True)) for one in questions(assistant, prompts)[:2]]
+    together(assistant, asked)
+    assert len(learned) >= 3
+    assert {(answers, length) for answers, length, _ in learned[:3]} == {(2, 1)}
+    assert all(seconds > 0 for *_, seconds in learned)
 
 
 def test_a_long_prompt_is_read_beside_the_others_in_slices(

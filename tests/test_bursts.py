@@ -76,6 +76,30 @@ def test_what_follows_the_end_of_an_answer_is_forgotten(
     assert answer(assistant, second, StopParams(20)) == answer(fresh, second, StopParams(20))
 
 
+@pytest.mark.parametrize("whole", [0, 3])
+def test_the_time_of_a_burst_that_breaks_off_is_not_subtracted(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, whole: int
+) -> None:
+    """After the prompt and ``whole`` bursts of one round, the fifth round of a burst fails."""
+    assistant, usual, calls = Assistant(pair, FixedLength(3), None), loop.speculative_round, itertools.count()
+
+    def breaks_off(*args: Any, **kwargs: Any) -> Any:
+        if (call := next(calls)) == whole:
+            monkeypatch.setattr(loop, "BURST_S", 60.0)
+        if call == whole + 5:
+            raise KeyboardInterrupt
+        return usual(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "BURST_S", 0.0)
+    monkeypatch.setattr(loop, "speculative_round", breaks_off)
+    with pytest.raises(KeyboardInterrupt):
+        answer(assistant, FIRST, StopParams(60, ignore_eos=True))
+    done = assistant.last
+    assert done is not None
+    assert len(done.rounds) == whole
+    assert done.timings.predicted_s >= sum(r.draft_s + r.verify_s for r in done.rounds)
+
+
 @pytest.mark.parametrize("how", ["end-token", "stop-string"])
 def test_what_was_drafted_behind_the_end_of_an_answer_counts_nowhere(how: str) -> None:
     """The draft is the target itself, so all of its tokens are accepted, including those after the end."""

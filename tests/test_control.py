@@ -277,22 +277,6 @@ def test_a_draft_that_becomes_useful_is_in_use_again(attentive: bool) -> None:
     assert sum(drafted) / len(drafted) > 2
 
 
-@pytest.mark.parametrize("attentive", [True, False])
-def test_short_answers_that_share_rounds_show_what_a_draft_is_worth(attentive: bool) -> None:
-    policy = GoodputLength(TABLE, attentive=attentive)
-    drafted = []
-    for number in range(40):
-        answer = policy.among(Scope(str(number), 0.0))
-        for _ in range(5):
-            length = min(1, answer.next_length(1000, 2))
-            if length and answer.adviser is not None and answer.adviser(1, 0.9) is Advice.DROP:
-                length = 0
-            answer.observe(Round("model" if length else "none", length, 0, 0.1 * length, TABLE.verify_s[length]))
-            drafted.append(length)
-    assert all(drafted[:5])
-    assert not any(drafted[-50:])
-
-
 def test_a_better_draft_is_tried_at_once_after_a_swap() -> None:
     policy, world = goodput()
     for _ in range(500):

@@ -73,6 +73,21 @@ def test_under_a_grammar_it_is_the_same_as_token_by_token(
     assert max(lengths) > 1
 
 
+@pytest.mark.parametrize("params", EACH, ids=IDS)
+def test_behind_what_history_has_proposed_the_grammar_goes_on_from_there(
+    engine: TransformersEngine, params: SamplingParams
+) -> None:
+    """After an odd number of proposed tokens an even number comes next, after an even number an odd one."""
+    for proposed in ([1], [1, 2], [1, 2, 3]):
+        one, other = (made(engine, params, processor=odd_and_even(params)) for made in (drafter, by_token))
+        mine, theirs = (d.go_on([*PROMPT], proposed, 4) for d in (one, other))
+        assert mine is not None
+        assert theirs is not None
+        assert mine.tokens == theirs.tokens
+        said = [*proposed, *mine.tokens]
+        assert all(token % 2 != place % 2 for place, token in enumerate(said) if token != VOCAB - 1)
+
+
 def test_what_is_raised_for_a_mask_is_raised(engine: TransformersEngine) -> None:
     made = drafter(engine, PARAMS[0], processor=odd_and_even(PARAMS[0]))
     usual = made._mask

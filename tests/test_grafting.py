@@ -161,6 +161,16 @@ def test_sampled_text_has_the_targets_distribution(
     assert p_value(counts, exact_distribution(models[0], params)) > 0.001
 
 
+@pytest.mark.parametrize("proposed", [[], [5], [5, 5, 7]])
+def test_penalties_on_a_device_count_the_tokens_that_history_has_proposed(proposed: list[int]) -> None:
+    """History's tokens are on the CPU. Torch's meta device has no numbers, but refuses a mixture as any other does."""
+    params = SamplingParams(repetition_penalty=1.05, logit_bias={3: 1.0})
+    penalties = LogitsProcessor(params, VOCAB, torch.device("meta"))
+    for rows in (1, len(proposed) + 1):  # of a draft's step, and of a verification
+        logits = penalties.apply(torch.zeros(rows, VOCAB, device="meta"), torch.tensor(proposed, dtype=torch.long))
+        assert (logits.device.type, logits.shape) == ("meta", (rows, VOCAB))
+
+
 def of_one_drafter(front: Proposal, back: Proposal) -> Proposal:
     """A wrong rule: treats all tokens as if drawn by the model."""
     right = grafted(front, back)

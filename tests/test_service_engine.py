@@ -17,6 +17,7 @@ import pytest
 from conftest import BUNDLED, save_model_that_says
 from rich.console import Console
 
+from adaptive.control.goodput import GoodputLength
 from adaptive.opened import OpenedPair
 from adaptive.pair import load_tokenizer
 from adaptive.service import streams
@@ -25,7 +26,7 @@ from adaptive.service.chats import prepare
 from adaptive.service.dialects.completions import Completion
 from adaptive.service.engine import EngineThread
 from adaptive.service.formats import Call
-from adaptive.service.jobs import Answer, Ask, Done, Event, FairQueue, Job, Piece, Prompt
+from adaptive.service.jobs import Answer, Ask, Done, Event, Failed, FairQueue, Job, Piece, Prompt
 from adaptive.service.metrics import Metrics
 from adaptive.service.schemas import ChatRequest, StreamOptions
 from adaptive.settings import load_settings
@@ -89,6 +90,45 @@ def test_idle_is_not_said_when_a_request_has_just_come(own_home: Path) -> None:
     finally:
         engine.close()
     assert said == ["busy"] * len(said)
+
+
+def test_an_answer_that_cannot_begin_leaves_the_lone_one_its_own_estimates(own_home: Path) -> None:
+    settings = load_settings({"dtype": "float32", "record": False})
+
+    def opened() -> contextlib.AbstractContextManager[OpenedPair]:
+        return open_pair(settings, Console(file=io.StringIO()), cache_bytes=10**9)
+
+    thread = EngineThread(opened, Metrics(), queue=4, slots="2")
+    failures: list[Event] = []
+    kinds: dict[int, set[str]] = {0: set(), 1: set()}  # of the policy's estimates, by the number of failures
+    done = threading.Event()
+
+    def ask(prompt: list[int], sampling: SamplingParams, tokens: int, stream: bool) -> Ask:
+        stop = StopParams(tokens, ignore_eos=True)
+        return Ask((Prompt(prompt, (), "text"),), sampling, stop, 1, "somebody", None, False, False, stream)
+
+    def goes_on(event: Event) -> None:
+        if isinstance(event, Piece):
+            if not kinds[0]:  # penalties count the tokens of a prompt, and the vocabulary has no such token
+                params = SamplingParams(temperature=0.0, presence_penalty=1.0)
+                thread.submit(Job(ask([5, 10**6], params, 8, False), fails))
+            policy = thread.policy
+            assert isinstance(policy, GoodputLength)
+            kinds[len(failures)].add(policy.acceptance.kind)
+        elif isinstance(event, Done):
+            done.set()
+
+    def fails(event: Event) -> None:
+        failures.append(event)
+
+    thread.start(when_over=lambda: None)
+    try:
+        thread.submit(Job(ask([5, 6, 7], SamplingParams(temperature=0.7), 400, True), goes_on))
+        assert done.wait(120)
+    finally:
+        thread.close()
+    assert [type(event) for event in failures] == [Failed]
+    assert kinds == {0: {"model@0.7"}, 1: {"model@0.7"}}
 
 
 def test_caches_are_written_only_when_nobody_has_asked_for_a_while(

@@ -8,13 +8,24 @@ from typing import Any
 
 import httpx
 import pytest
+from conftest import BUNDLED
 from service_server import Server
 
+from adaptive.assistant import Assistant
+from adaptive.control.costs import LONGEST, CostTable
+from adaptive.control.sources import GoodputWithHistory
+from adaptive.drafting.archive import History
+from adaptive.pair import load_pair
 from adaptive.records.log import Log
 from adaptive.records.stats import RoundCount, in_words, tokens_per_round
-from adaptive.speculation import of_counts
+from adaptive.settings import load_settings
+from adaptive.speculation import of_counts, speculation
+from adaptive.types import Message, SamplingParams, StopParams
 
 PLAIN, DRAFTED = RoundCount(0, 0, 60), RoundCount(4, 2, 30)
+# Costs under which drafting always pays.
+CHEAP = CostTable(1e-5, 1e-6, 1e-6, tuple(1e-3 + 1e-6 * k for k in range(LONGEST + 1)), 1e-6, 1e-6, 0.0, 0)
+UNTRAINED = "the head that is grown here has not been trained yet"
 
 
 @pytest.mark.parametrize(
@@ -26,7 +37,15 @@ PLAIN, DRAFTED = RoundCount(0, 0, 60), RoundCount(4, 2, 30)
             {"draft": False, "expected_speed_up": 1.4},
             "drafting 4.0 tokens ahead, 1.4 times as fast as plain",
         ),
+        ((PLAIN, RoundCount(6, 4, 24)), {"draft": False}, "plain, but for 24 of 84 rounds: no draft"),
         ((), {"draft": True}, "nothing decoded yet"),
+        ((), {"draft": True, "answered": True}, "plain: one token, which the prompt's own pass gave"),
+        ((PLAIN,), {"draft": True, "growing": True}, f"plain: {UNTRAINED}"),
+        (
+            (PLAIN, RoundCount(6, 4, 5)),
+            {"draft": True, "growing": True},
+            f"plain, but for 5 of 65 rounds: {UNTRAINED}",
+        ),
         ((PLAIN,), {"draft": True, "switched_off": True}, "plain: the draft length is set to 0"),
         ((PLAIN,), {"draft": True}, "plain: what drafting would bring is not known yet"),
         ((PLAIN,), {"draft": True, "expected_speed_up": 0.85}, "plain: drafting would be 0.8x here"),
@@ -53,6 +72,32 @@ def test_one_sentence_says_what_the_rounds_were_and_why(
     counts: tuple[RoundCount, ...], said: dict[str, Any], sentence: str
 ) -> None:
     assert of_counts(counts, **said).sentence == sentence
+
+
+@pytest.mark.parametrize("draft", [None, str(BUNDLED / "draft")], ids=["target-alone", "pair"])
+def test_nothing_is_promised_of_a_head_that_has_not_been_trained(draft: str | None) -> None:
+    """Where drafting always pays. History drafts some of the rounds."""
+    pair = load_pair(load_settings({"target": str(BUNDLED / "target"), "draft": draft, "dtype": "float32"}))
+    policy = GoodputWithHistory(CHEAP)
+    assistant = Assistant(pair, policy, None, history=History(None))
+    assert speculation(assistant).sentence == "nothing decoded yet"
+
+    def answer(tokens: int) -> str:
+        asked = [Message("user", "Name three colours, three animals and three fruits.")]
+        for _ in assistant.chat(asked, SamplingParams(temperature=0.0), StopParams(tokens, ignore_eos=True)):
+            pass
+        return speculation(assistant).sentence
+
+    assert answer(1) == "plain: one token, which the prompt's own pass gave"
+    sentence, said = answer(60), speculation(assistant)
+    assert said.drafting_rounds > 0
+    assert policy.expected_speed_up is not None
+    if draft is None:
+        assert said.expected_speed_up is None
+        assert sentence == f"plain, but for {said.drafting_rounds} of {said.rounds} rounds: {UNTRAINED}"
+    else:
+        assert said.drafting
+        assert said.expected_speed_up is not None
 
 
 def test_tokens_a_round_count_plain_rounds_too() -> None:

@@ -7,6 +7,10 @@ f(B) * draft(k) / B and whose verification takes T(B * (k + 1)) / B seconds, so 
 (``goodput.py``): another token is drafted while it is expected to add more tokens than its time would yield otherwise.
 With more answers a pass gets closer to the size at which further tokens cost more time, and drafting brings less.
 
+Whether to draft at all is decided by what drafted rounds brought, those that proposed nothing included: a draft whose
+tokens are dropped for low confidence takes time as well. Such confidences are judged now and then all the same, because
+they may be too low; without that nothing would ever be learned of them.
+
 If history drafts too, its tokens and the model's have the value they have in a lone round (``sources.py``): the time in
 which later rounds would produce them. Grafts, and tries of the model where history leads, are not considered.
 """
@@ -17,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from adaptive.control.acceptance import Acceptance
-from adaptive.control.ahead import Ahead
+from adaptive.control.ahead import Ahead, Discounted
 from adaptive.control.confidence import Calibration
 from adaptive.control.costs import SPEED_STEP, CostModel, Steps
 from adaptive.control.looking import Looking, Looks
@@ -28,9 +32,18 @@ from adaptive.types import Round
 
 # Rounds of an answer after which its draft length is updated.
 BATCH = 8
-# If drafting is not expected to pay, one round out of this many still drafts one token. Too low: costs more for as long
-# as drafting does not pay. Too high: it notices late that drafting has begun to pay.
+# If drafting is not expected to pay, one round out of this many of all answers still drafts one token. Too low: costs
+# more for as long as drafting does not pay. Too high: it notices late that drafting has begun to pay.
 TRY_EVERY = 50
+# If drafting pays, the rounds of all answers in which the draft was dropped before the next one verifies its first
+# token. Too low: more tokens are verified in vain. Too high: it is noticed late that low confidences are too low.
+JUDGE_EVERY = 4
+# Weight left of a drafted round after one later round: of a hundred while drafting pays, of ten tries while it does
+# not. If tries weighed less, drafting would stay given up for what it brought long before, perhaps by chance or before
+# confidence was calibrated.
+KEEP, KEEP_AT_TRY = 0.99, 0.9
+# Imaginary rounds in what drafted rounds brought, as predicted by acceptance at each position.
+WEIGHT = 4.0
 # Bounds of the learned factors on a joint pass and on joint drafts, against a clock that stood still or a minute in
 # which another program ran.
 LEAST, MOST = 0.2, 32.0
@@ -78,11 +91,47 @@ class JointCosts:
         factor.observe(seconds / (factor.value * costs.draft(length)))
 
 
+class Drafting:
+    """What drafted rounds brought, also those that proposed nothing, and how many rounds were not judged: of all
+    answers with one drafter and temperature, while as many answers share the passes."""
+
+    def __init__(self) -> None:
+        self._brought = Discounted(KEEP)  # tokens and the time of plain rounds
+        self.plain = self.dropped = 0  # rounds since the last try, and since a token was judged at any confidence
+
+    def observe(self, tokens: int, plain_rounds: float, trying: bool) -> None:
+        """Add a round that took the time of so many plain ones; ``trying``: drafting is not expected to pay."""
+        self._brought.keep = KEEP_AT_TRY if trying else KEEP
+        self._brought.observe(tokens, plain_rounds)
+
+    def mean(self, tokens: float, plain_rounds: float) -> tuple[float, float]:
+        """Tokens and time of a drafted round, shrunk towards what is predicted of both."""
+        seen, count = self._brought, self._brought.rounds + WEIGHT
+        return (seen.tokens + WEIGHT * tokens) / count, (seen.seconds + WEIGHT * plain_rounds) / count
+
+
+class Draftings:
+    """``Drafting`` by drafter and temperature, and by the number of answers that share the passes."""
+
+    def __init__(self) -> None:
+        self.speed_up: float | None = None  # of drafted rounds over plain ones, in the last decision
+        self._known: dict[tuple[str, int], Drafting] = {}
+
+    def of(self, kind: str, answers: int) -> Drafting:
+        """That of ``answers`` answers, for a ``kind`` of ``Acceptance``."""
+        return self._known.setdefault((kind, answers), Drafting())
+
+    def swapped(self) -> None:
+        """Forget all: the draft was replaced."""
+        self.__init__()  # type: ignore[misc]
+
+
 class Known(Protocol):
     """The state of the policy that the answers of shared rounds use and update."""
 
     costs: CostModel
     joint: JointCosts
+    draftings: Draftings
     acceptance: Acceptance
     calibration: Calibration
     longest: int
@@ -96,18 +145,22 @@ class GoodputBeside(Beside):
         self._known = known
         self._acceptance = known.acceptance.beside(scope.session, scope.drafter, scope.temperature)
         self._stopping = Stopping(known.longest)
-        self._answers = self._age = self._plain = 0
-        self._trying = False
-        self._rate = 0.0  # tokens per second of all answers
+        self._answers = self._age = 0
+        self._drafting = Drafting()
         self._share = 1.0  # ratio of an answer's draft time to a lone draft's
-        self.best = 0  # the length with the most tokens per second, by acceptance at each position
-        self._round = (1.0, 1.0)  # tokens and seconds of a round of that length
+        self.best = 0  # the length with the most tokens per second by acceptance at each position; 0: none pays
+        self._round = (1.0, 1.0)  # tokens and seconds of a drafted round if drafting pays, else of a plain one
         self._verify: list[float] = []  # an answer's share of a pass in seconds, by the tokens that each answer drafts
 
     @property
     def adviser(self) -> Adviser | None:
-        """The thresholds; None for a try, which proposes its token at any confidence."""
-        return self._stopping if self._known.attentive and not self._trying else None
+        """The thresholds."""
+        return self._stopping if self._known.attentive else None
+
+    @property
+    def steps(self) -> int:
+        """See ``Beside``."""
+        return len(self._stopping.bins_of())
 
     def next_length(self, limit: int, answers: int) -> int:
         """See ``Beside``."""
@@ -115,14 +168,20 @@ class GoodputBeside(Beside):
             self._decide(answers)
         self._age = (self._age + 1) % BATCH
         self._stopping.clear()
-        self._trying = False
+        known, drafting = self._known, self._drafting
         if limit <= 0:
             return 0
-        if self.best:
-            return min(limit, self._known.longest if self._known.attentive else self.best)
-        self._plain += 1
-        self._trying = self._plain % TRY_EVERY == 0
-        return int(self._trying)
+        if self.best and not known.attentive:
+            return min(limit, self.best)
+        if self.best and drafting.dropped < JUDGE_EVERY:
+            return min(limit, known.longest)
+        if not self.best and drafting.plain < TRY_EVERY - 1:
+            drafting.plain += 1
+            return 0
+        drafting.plain = drafting.dropped = 0
+        self._stopping.exactly(1)
+        self._age = 0  # decide again before the next round
+        return 1
 
     def _decide(self, answers: int) -> None:
         known, costs = self._known, self._known.costs
@@ -132,15 +191,24 @@ class GoodputBeside(Beside):
             known.joint.seconds(costs, answers * (k + 1)) / answers + costs.speed * costs.overhead_s
             for k in range(known.longest + 1)
         ]
-        self._share = known.joint.share(answers)
-        reach, tokens, rounds = 1.0, 1.0, [(1.0, self._verify[0])]
+        self._share, plain_s = known.joint.share(answers), self._verify[0]
+        self._drafting = known.draftings.of(self._acceptance.kind, answers)
+        reach, tokens, rounds = 1.0, 1.0, []
         for length, accepted in enumerate(hope, 1):
             reach *= accepted
             tokens += reach
             rounds.append((tokens, self._share * costs.draft(length) + self._verify[length]))
-        self.best, self._rate = self._best_of(rounds)
-        self._round = rounds[self.best]
-        rate, self.expected = self._rate, self._round[0] / self._round[1] / answers
+        rates = [tokens / seconds for tokens, seconds in rounds]
+        best = rates.index(max(rates))
+        tokens, seconds = rounds[best]
+        tokens, plain_rounds = self._drafting.mean(tokens, seconds / plain_s)
+        known.draftings.speed_up = tokens / plain_rounds
+        seconds = plain_rounds * plain_s
+        rate = self._rate_ahead(tokens / seconds)
+        pays = tokens - 1.0 > rate * (seconds - plain_s)
+        self.best = 1 + best if pays else 0
+        self._round = (tokens, seconds) if pays else (1.0, plain_s)
+        self.expected = self._round[0] / self._round[1] / answers
         if known.attentive:
             known.calibration.calibrate()
             least, further = prices(self._verify, self._share * costs.draft_step(), hope)
@@ -151,20 +219,27 @@ class GoodputBeside(Beside):
                 [rate * seconds for seconds in further],
             )
 
-    def _best_of(self, rounds: Sequence[tuple[float, float]]) -> tuple[int, float]:
-        """The best length, and the tokens per second that time yields otherwise. ``rounds`` holds tokens and seconds by
-        length."""
-        rates = [tokens / seconds for tokens, seconds in rounds]
-        best = rates.index(max(rates))
-        return best, rates[best]
+    def _rate_ahead(self, drafted: float) -> float:
+        """Tokens per second of an answer's time at which the tokens of a draft would be produced otherwise, if drafted
+        rounds produce ``drafted``."""
+        return max(1 / self._verify[0], drafted)
 
     def observe(self, outcome: Round) -> None:
         """See ``Beside``. Nothing is learned about the costs of lone rounds."""
         known = self._known
         if outcome.drafted:  # at once, because an answer may end after any round
             self._acceptance.observe([outcome])
-        if (bins := self._stopping.bins_of()) and not self._trying:
+        if bins := self._stopping.bins_of():
             known.calibration.observe(bins, outcome.drafted, outcome.accepted)
+            self._drafting.dropped += not outcome.drafted
+        if draft_s := self._draft_s(outcome):
+            seconds = draft_s + self._verify[min(outcome.drafted, len(self._verify) - 1)]
+            self._drafting.observe(1 + outcome.accepted, seconds / self._verify[0], not self.best)
+
+    def _draft_s(self, outcome: Round) -> float:
+        """An answer's share of the seconds of its draft, whose tokens may all have been dropped."""
+        steps = self.steps or outcome.drafted
+        return self._share * self._known.costs.draft(steps) if steps else 0.0
 
 
 class BesideWithHistory(GoodputBeside):
@@ -180,10 +255,8 @@ class BesideWithHistory(GoodputBeside):
         self._found = False  # whether something was found for the current round
         self._after: bool | None = None  # the same for the previous round
 
-    def _best_of(self, rounds: Sequence[tuple[float, float]]) -> tuple[int, float]:
-        rate = self._rate_behind(False)
-        worth = [tokens - rate * seconds for tokens, seconds in rounds]
-        return worth.index(max(worth)), rate
+    def _rate_ahead(self, drafted: float) -> float:
+        return self._rate_behind(False)
 
     def _rate_behind(self, found: bool) -> float:
         """Tokens per second of an answer's time after a round for which something was ``found`` or not."""
@@ -214,7 +287,7 @@ class BesideWithHistory(GoodputBeside):
 
     def observe(self, outcome: Round) -> None:
         """See ``Beside``."""
-        self._went_on(outcome, self._share * self._known.costs.draft(outcome.drafted) if outcome.drafted else 0.0)
+        self._went_on(outcome, self._draft_s(outcome))
         super().observe(outcome)
 
     def passed(self, outcome: Round) -> None:

@@ -7,6 +7,8 @@ part per token does not, since every token costs it.
 
 from __future__ import annotations
 
+from adaptive.types import Round
+
 # Weight left of a round after one later round (about 2,000 are remembered), and rounds that the initial estimates count
 # for. A longer time than MOST_BETWEEN times the estimate counts as that. Each part is at least LEAST_SHARE of the mean
 # time per round.
@@ -39,3 +41,40 @@ class Between:
         usual = self._seconds / self._rounds
         self.of_token = min(max(slope, LEAST_SHARE * usual), usual * self._rounds / self._tokens)
         self.of_round = max((self._seconds - self.of_token * self._tokens) / self._rounds, LEAST_SHARE * usual)
+
+
+class Elapsed:
+    """Counts the rounds and the tokens of an answer, and measures the time between its rounds: what passes from one
+    question about the draft length to the next, less the seconds of the rounds."""
+
+    def __init__(self) -> None:
+        self.tokens = 0  # of this answer
+        self.rounds = 0  # since the last question, as their seconds and tokens
+        self._asked: float | None = None  # the time of that question
+        self._rounds_s, self._tokens = 0.0, 0
+        self._between, self._between_s, self._between_tokens = 0, 0.0, 0
+
+    def begin(self) -> None:
+        """Start an answer, whose first question ends no time between rounds."""
+        self._asked, self.tokens = None, 0
+
+    def ask(self, now: float) -> None:
+        """Note a question at the time ``now``, in seconds."""
+        if self._asked is not None and self.rounds:
+            self._between += self.rounds
+            self._between_s += max(0.0, now - self._asked - self._rounds_s)
+            self._between_tokens += self._tokens
+        self._asked, self.rounds, self._rounds_s, self._tokens = now, 0, 0.0, 0
+
+    def passed(self, outcome: Round) -> None:
+        """Add a finished round."""
+        self.rounds += 1
+        self._rounds_s += outcome.draft_s + outcome.verify_s
+        self._tokens += 1 + outcome.accepted
+        self.tokens += 1 + outcome.accepted
+
+    def take(self) -> tuple[int, float, int]:
+        """The rounds before the last question, the seconds between them, and their tokens, since the last call."""
+        taken = self._between, self._between_s, self._between_tokens
+        self._between, self._between_s, self._between_tokens = 0, 0.0, 0
+        return taken

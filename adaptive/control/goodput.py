@@ -29,8 +29,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from adaptive.control.acceptance import Acceptance
-from adaptive.control.among import GoodputBeside, JointCosts
+from adaptive.control.among import Draftings, GoodputBeside, JointCosts
 from adaptive.control.batches import LONGEST_BATCH, Batch
+from adaptive.control.between import Elapsed
 from adaptive.control.blocks import BLOCK_SHARE, Blocks
 from adaptive.control.confidence import Calibration
 from adaptive.control.costs import LONGEST, CostModel, CostTable, Timed
@@ -92,19 +93,16 @@ class GoodputLength(LengthPolicy):
         self._other: tuple[CostModel, SeenTimes] | None = None  # of the machine's other state, quiet or busy
         self.recent = RecentRate()  # of speculative rounds, in seconds at speed 1
         self.times = SeenTimes()
-        self.joint, self.alone = JointCosts(), True  # whether the last rounds were those of one answer
-        self.answer_tokens, self.this_answer = ANSWER_TOKENS, 0
+        self.joint, self.draftings = JointCosts(), Draftings()  # of shared rounds
+        self.alone = True  # whether the last rounds were those of one answer
+        self.answer_tokens = ANSWER_TOKENS
         self.exploring = Exploring()
         self.tries, self.trying = Tries(), False  # whether the current draft is a try
         self.blocks = Blocks()
-        # Since the last decision: rounds; the bins of the draft's confidence in each; and for the time outside of the
-        # models: the number of rounds, the seconds and the committed tokens.
+        # Since the last decision: rounds, and the bins of the draft's confidence in each.
         self.seen: list[Timed] = []
         self.sure: list[list[int]] = []
-        self.beside, self.beside_s, self.beside_tokens = 0, 0.0, 0
-        # The time of the last ``next_length`` of this answer, and since then: rounds, their seconds and their tokens.
-        self.asked: float | None = None
-        self.rounds, self.rounds_s, self.committed = 0, 0.0, 0
+        self.elapsed = Elapsed()  # rounds of this answer and the time between them; ``next_length`` is its question
         self.decided, self.waiting, self.context = False, 0, 0  # ``context`` is that of the last decision
         self.age = 0  # decisions since the best length by position was computed; 0 to compute it
         self.batch = Batch()
@@ -114,14 +112,10 @@ class GoodputLength(LengthPolicy):
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """The most tokens to draft; ``advise`` may end the draft earlier if the policy is attentive."""
-        now, self.alone = self.clock(), True
+        self.elapsed.ask(self.clock())
+        self.alone = True
         if self.watch is not None and self.watch.look():
             self.machine(self.watch.busy)
-        if self.asked is not None and self.rounds:
-            self.beside += self.rounds
-            self.beside_s += max(0.0, now - self.asked - self.rounds_s)
-            self.beside_tokens += self.committed
-        self.asked, self.rounds, self.rounds_s, self.committed = now, 0, 0.0, 0
         self.waiting = waiting
         self.stopping.clear()
         if not self.decided:
@@ -257,7 +251,7 @@ class GoodputLength(LengthPolicy):
 
     def _tokens_left(self, limit: int) -> float:
         """The expected number of tokens until the answer ends."""
-        return min(limit + 1, max(self.answer_tokens - self.this_answer, self.answer_tokens / 2))
+        return min(limit + 1, max(self.answer_tokens - self.elapsed.tokens, self.answer_tokens / 2))
 
     def advise(self, position: int, confidence: float) -> Advice:
         """Drop a token whose verification is not worth its time; continue while a further token is."""
@@ -265,8 +259,11 @@ class GoodputLength(LengthPolicy):
 
     @property
     def expected_speed_up(self) -> float | None:
-        """From the recent rate of speculation and the costs; None before anything was measured."""
-        return self.speculative * self.plain_s if self.costs.measured else None
+        """From the recent rate of speculation and the costs, of shared rounds while answers share them; None before
+        anything was measured."""
+        if not self.costs.measured:
+            return None
+        return self.speculative * self.plain_s if self.alone else self.draftings.speed_up
 
     @property
     def adviser(self) -> Adviser | None:
@@ -284,8 +281,7 @@ class GoodputLength(LengthPolicy):
         apart = apart or self.exploring.length > 0
         timed = Timed(outcome, steps, self.waiting, again and not drafted, settled, tried, apart)
         self._ended(timed)
-        self.rounds, self.rounds_s = self.rounds + 1, self.rounds_s + outcome.draft_s + outcome.verify_s
-        self.committed, self.this_answer = self.committed + tokens, self.this_answer + tokens
+        self.elapsed.passed(outcome)
         self.seen.append(timed)
         self.sure.append(bins)
         self.waiting = max(0, tokens - steps) if steps else self.waiting + tokens
@@ -294,7 +290,7 @@ class GoodputLength(LengthPolicy):
 
     def _bins(self) -> list[int]:
         """The bins of the draft's confidence at each position of the round being observed."""
-        return self.stopping.bins_of(self.rounds) if self.attentive else []
+        return self.stopping.bins_of(self.elapsed.rounds) if self.attentive else []
 
     def _ended(self, timed: Timed) -> None:
         """Hook: a round has ended. It is learned from later."""
@@ -302,8 +298,8 @@ class GoodputLength(LengthPolicy):
     def settle(self) -> None:
         """Learn costs, acceptance and calibration from the rounds observed since the last time."""
         seen, sure = self.seen, self.sure
-        if self.beside:
-            self.costs.observe_between(self.beside, self.beside_s, self.beside_tokens)
+        if (between := self.elapsed.take())[0]:
+            self.costs.observe_between(*between)
         if self.exploring.length:
             self.costs.explored(self.exploring.length, seen)
         mended = bool(seen) and self.costs.observe(seen)
@@ -326,7 +322,6 @@ class GoodputLength(LengthPolicy):
         self.decided = self.decided and plain and not self.tries.affordable
         self.exploring.passed(len(seen))
         self.seen, self.sure = [], []
-        self.beside, self.beside_s, self.beside_tokens = 0, 0.0, 0
 
     def _learn(self, timed: Timed, bins: list[int], compared: float) -> None:
         """Update rate, budget and calibration by one round; ``compared`` as in ``SeenTimes``."""
@@ -426,10 +421,9 @@ class GoodputLength(LengthPolicy):
         self.settle()
         self.decided, self.age = False, 0
         self.acceptance.begin(scope.session, scope.drafter, scope.temperature)
-        self.this_answer = 0
         self.tries.answer()
         self.blocks.answer()
-        self.asked = None
+        self.elapsed.begin()
         if self.watch is not None and self.watch.look(0.0):
             self.machine(self.watch.busy)
 
@@ -439,10 +433,8 @@ class GoodputLength(LengthPolicy):
 
     def passed(self, outcome: Round) -> None:
         """Take in the time and the tokens of a round that a grammar made. It shows nothing about the draft."""
-        tokens = 1 + outcome.accepted
-        self.rounds, self.rounds_s = self.rounds + 1, self.rounds_s + outcome.draft_s + outcome.verify_s
-        self.committed, self.this_answer = self.committed + tokens, self.this_answer + tokens
-        self.waiting += tokens
+        self.elapsed.passed(outcome)
+        self.waiting += 1 + outcome.accepted
 
     def swapped(self, expected: Sequence[float] | None = None) -> None:
         """Discount what was learned about the old draft, start from ``expected``, and make a block of rounds due."""
@@ -451,6 +443,7 @@ class GoodputLength(LengthPolicy):
         self.acceptance.swapped(expected)
         self.calibration.swapped()
         self.recent.forget()
+        self.draftings.swapped()
         self.exploring.postpone()
         self.tries.swapped()
         self.batch.restart()

@@ -71,6 +71,11 @@ class Beside:
         """The function that the drafter calls at every position; None for none."""
         return None
 
+    @property
+    def steps(self) -> int:
+        """Tokens about which ``adviser`` was asked since ``next_length``, dropped ones included."""
+        return 0
+
     def next_length(self, limit: int, answers: int) -> int:
         """The most tokens that the next round drafts, 0 to ``limit``, if ``answers`` answers share its pass."""
         return 0
@@ -228,7 +233,8 @@ class LengthPolicy(ABC):
         """Take in the seconds of a pass over ``rows`` tokens of several answers' rounds."""
 
     def drafted(self, answers: int, length: int, seconds: float) -> None:  # noqa: B027 - as above
-        """Take in the seconds of the drafts of ``answers`` answers in all, the longest of ``length`` tokens."""
+        """Take in the seconds of the drafts of ``answers`` answers in all, the longest of ``length`` tokens, with
+        dropped ones."""
 
     def begin(self, scope: Scope) -> None:  # noqa: B027 - most policies keep no estimates apart
         """Start an answer, or go on with one that others were decoded beside."""

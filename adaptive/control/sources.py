@@ -316,15 +316,14 @@ class GoodputWithHistory(GoodputLength):
         self._beside(Timed(outcome, 0, 0))
 
     def _bins(self) -> list[int]:
-        if not self.attentive or (self.models and not all(self.models[self.rounds : self.rounds + 1])):
+        if not self.attentive or (self.models and not all(self.models[self.elapsed.rounds : self.elapsed.rounds + 1])):
             return []
-        return self.stopping.bins_of(sum(self.models[: self.rounds]) if self.models else self.rounds)
+        return self.stopping.bins_of(sum(self.models[: self.elapsed.rounds]) if self.models else self.elapsed.rounds)
 
     def _beside(self, timed: Timed) -> None:
         outcome, tokens = timed.outcome, 1 + timed.outcome.accepted
         self._ended(timed)
-        self.rounds, self.rounds_s = self.rounds + 1, self.rounds_s + outcome.draft_s + outcome.verify_s
-        self.committed, self.this_answer = self.committed + tokens, self.this_answer + tokens
+        self.elapsed.passed(outcome)
         self.waiting = max(0, tokens - timed.steps) if timed.steps else self.waiting + tokens
         self.beyond.append(timed)
         if len(self.seen) + len(self.beyond) >= self.batch.rounds:
@@ -342,7 +341,7 @@ class GoodputWithHistory(GoodputLength):
             else:
                 self._beside(Timed(outcome, steps, self.waiting + fed))
             return
-        gain = self.gains[self.rounds] if self.rounds < len(self.gains) else None
+        gain = self.gains[self.elapsed.rounds] if self.elapsed.rounds < len(self.gains) else None
         if gain is not None:
             bins = self._bins()
             steps = len(bins) if self.attentive else outcome.first or outcome.drafted
@@ -358,7 +357,7 @@ class GoodputWithHistory(GoodputLength):
         others, others_s = self._model_round()
         speed = self.costs.speed
         self.rival.observe(tokens - 1.0, seconds / speed, others - 1.0, others_s / speed)
-        expected = self.losses.get(self.rounds)
+        expected = self.losses.get(self.elapsed.rounds)
         if expected is not None:
             self.rival.tried(((gain - tokens) / self._rate_behind(True) + seconds) / self.plain_s, expected)
 
@@ -376,7 +375,7 @@ class GoodputWithHistory(GoodputLength):
     def _ended(self, timed: Timed) -> None:
         self.round_s = timed.outcome.draft_s + timed.outcome.verify_s
         self.passed_s += self.round_s
-        self.untold.append((timed, self.rounds < len(self.found) and self.found[self.rounds]))
+        self.untold.append((timed, self.elapsed.rounds < len(self.found) and self.found[self.elapsed.rounds]))
 
     def _tell(self) -> None:
         """Report the ended rounds to ``ahead``, several at once because that is faster."""

@@ -17,7 +17,6 @@ from adaptive.decoding.loop import BURST_S, PART, Decoding, Turn, stretch
 from adaptive.drafting.protocol import Wanted
 from adaptive.engines.protocol import Engine, ExtendCall, Proposed
 from adaptive.errors import AdaptiveError
-from adaptive.types import FREE
 
 # PASS: tokens up to which prompts fill a pass over several answers. LEAST: tokens of prompts that a pass takes at
 # least. Too high: rounds of the other answers take longer. Too low: the weights are read more often. Above 128 tokens
@@ -54,6 +53,11 @@ class Batch:
         self.under_way.append(decoding)
         self._joined[decoding] = self._read
         self._lone = decoding if len(self.under_way) == 1 else None
+
+    def could_not_join(self) -> None:
+        """Note that an answer has failed to begin. The policy may have begun for it, so it begins anew for a lone
+        one."""
+        self._lone = None
 
     def leave(self, decoding: Decoding) -> None:
         """Remove an answer, finished or not. The caller then ends it."""
@@ -142,9 +146,9 @@ class Batch:
         turns.sort(key=lambda one: going.index(one[0]))
         for decoding, said in turns:
             said.draft_s = seconds[decoding]
-        drafts = [said for _, said in turns if said.proposal is not None and said.proposal.drafter not in FREE]
+        drafts = [said for _, said in turns if said.steps]
         if drafts and not failed:
-            longest = max(len(said.proposal.tokens) for said in drafts if said.proposal is not None)
+            longest = max(said.steps for said in drafts)
             going[0].policy.drafted(len(drafts), longest, sum(said.draft_s for said in drafts))
         return turns, failed
 

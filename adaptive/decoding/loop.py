@@ -84,13 +84,14 @@ def stretch(seconds: float, own: float) -> float:
 class Turn:
     """One answer's part of a pass over several answers: the ``call``, with 0 rows for a slice of its prompt that does
     not end it. ``fed`` of the call's tokens belong to the text, up to its ``held``-th; the others are the proposal,
-    made by ``drafter`` in ``draft_s`` seconds."""
+    made by ``drafter`` in ``draft_s`` seconds. ``steps``: tokens that the draft computed, dropped ones included."""
 
     call: ExtendCall
     fed: int
     held: int
     proposal: Proposal | None = None
     drafter: Drafter | None = None
+    steps: int = 0
     draft_s: float = 0.0
 
 
@@ -152,6 +153,7 @@ class Decoding:
         self.supervision: Supervision | None = None
         self.prompt_s = self.predicted_s = self._began = 0.0
         self._first: float | None = None  # when the prompt had been computed
+        self._timed = 0  # rounds whose seconds ``predicted_s`` has
         self._expected: list[float] = []  # seconds that the policy expected of each round
         self._unshown: list[Verdict] = []
         self._left = self.most_tokens  # tokens that may still be decoded
@@ -243,7 +245,10 @@ class Decoding:
         proposal = yield from making(drafter, self.verifier, committed, most, beside.adviser)
         fed = committed[self.target.length :]
         call = ExtendCall(self.target, *asked(fed, proposal))
-        return Turn(call, len(fed), len(committed), proposal, drafter)
+        steps = beside.steps
+        if not steps and proposal is not None and proposal.drafter not in FREE:
+            steps = len(proposal.tokens)
+        return Turn(call, len(fed), len(committed), proposal, drafter, steps)
 
     def judge(self, turn: Turn, logits: torch.Tensor, seconds: float, times: float) -> None:
         """Take in the logits of the shared pass. ``seconds`` is this answer's share of the pass by the policy's clock;
@@ -371,6 +376,7 @@ class Decoding:
     def show(self) -> Iterator[Step]:
         """Show the tokens of the last rounds, up to and including the one that ends the answer."""
         self.predicted_s = 0.0 if self._first is None else self.clock() - self._first
+        self._timed = len(self.rounds)
         verdicts, self._unshown = self._unshown, []
         for verdict in verdicts:
             for index, token in enumerate(verdict.tokens):
@@ -395,7 +401,7 @@ class Decoding:
         for number, outcome in enumerate(self.rounds):
             left = len(self.output) - shown
             if left <= 0:
-                self.predicted_s -= sum(r.draft_s + r.verify_s for r in self.rounds[number:])
+                self.predicted_s -= sum(r.draft_s + r.verify_s for r in self.rounds[number : self._timed])
                 del self.rounds[number:], self._expected[number:]
                 return
             if outcome.accepted >= left:

@@ -10,7 +10,7 @@ from adaptive.decoding.verify import Verdict, verify_fused, verify_greedy, verif
 from adaptive.drafting.proposal import Proposal
 from adaptive.engines.protocol import Sequence
 from adaptive.sampling import LogitsProcessor, Transform, Uniform
-from adaptive.tokens import Ids, as_tensor, join, moved, uploaded
+from adaptive.tokens import Ids, as_tensor, join, uploaded
 from adaptive.types import SamplingParams
 
 
@@ -52,7 +52,7 @@ class Verifier:
             return verdict, raw.index_select(0, uploaded([0, *(1 + node for node in path)], torch.long, raw.device))
         logits = raw
         if self.adjusts:
-            logits = self.processor.apply(logits, moved(as_tensor(drafted), logits.device))
+            logits = self.processor.apply(logits, as_tensor(drafted))
         queued = None if proposal is None else proposal.queued
         if self.params.greedy:
             return verify_greedy(logits, drafted, queued), raw

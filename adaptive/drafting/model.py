@@ -15,6 +15,7 @@ from adaptive.engines.protocol import (
     Chooses,
     Engine,
     FusedCalls,
+    Mask,
     Prepares,
     ProposalCall,
     Proposed,
@@ -120,7 +121,7 @@ class ModelDrafter:
         held = len(committed)
         feed = self._unseen([*committed, *proposed] if proposed else committed)
         if self._fused is not None:
-            return self._propose_fused(self._fused, feed, length, advise)
+            return self._propose_fused(self._fused, proposed, feed, length, advise)
         if self.queues and (advise is None or isinstance(advise, Thresholds)):
             return self._propose_queued(held, proposed, feed, length, advise)
         return self._propose_by_token(held, proposed, feed, length, advise)
@@ -129,7 +130,7 @@ class ModelDrafter:
         """As ``propose``, in one call with the proposals of others if the engine supports that."""
         if self._fused is None or self._together is None:
             return self.propose(committed, length, advise)
-        call = self._call(self._unseen(committed), length, advise)
+        call = self._call(self._unseen(committed), length, advise, self._mask)
         return self._made(call, (yield Wanted(self._together, self.sequence, self._fused, call)))
 
     def feed(self, committed: list[int], most: int) -> None:
@@ -143,15 +144,22 @@ class ModelDrafter:
         return [min(token, known - 1) for token in unseen] if known < self.target_vocab else unseen
 
     def _propose_fused(
-        self, sequence: FusedCalls, feed: list[int], length: int, advise: Adviser | None
+        self, sequence: FusedCalls, proposed: list[int], feed: list[int], length: int, advise: Adviser | None
     ) -> Proposal | None:
-        call = self._call(feed, length, advise)
+        call = self._call(feed, length, advise, self._mask_behind(proposed))
         return self._made(call, sequence.propose(call))
 
-    def _call(self, feed: list[int], length: int, advise: Adviser | None) -> ProposalCall:
+    def _mask_behind(self, proposed: list[int]) -> Mask | None:
+        """The grammar's mask behind ``proposed`` tokens: the engine knows only those that it has drafted itself."""
+        mask = self._mask
+        if mask is None or not proposed:
+            return mask
+        return lambda drafted: mask([*proposed, *drafted])
+
+    def _call(self, feed: list[int], length: int, advise: Adviser | None, mask: Mask | None) -> ProposalCall:
         params = self.params
         uniform = [] if params.greedy or params.seeded else self.uniform.ahead(length)
-        return ProposalCall(feed, length, self._vocab, params, uniform, advise, self._mask)
+        return ProposalCall(feed, length, self._vocab, params, uniform, advise, mask)
 
     def _made(self, call: ProposalCall, proposed: Proposed) -> Proposal | None:
         tokens, probs = proposed

@@ -310,6 +310,7 @@ class EngineThread:
             answering = work.answering = assistant.begin(question(ask, work.index))
             answering.decoding.begin()
         except Exception as error:
+            self._batch.could_not_join()
             if answering is not None:
                 answering.decoding.end()
                 assistant.end(answering)
