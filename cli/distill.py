@@ -286,7 +286,6 @@ def progress_bar(console: Console, doing: str = "distilling") -> Iterator[Callab
         task = bar.add_task("", total=None, steps="…", loss="…", acceptance="…", left="")
 
         def report(progress: Progress) -> None:
-            left = progress.seconds_left
             bar.update(
                 task,
                 completed=progress.step,
@@ -294,7 +293,7 @@ def progress_bar(console: Console, doing: str = "distilling") -> Iterator[Callab
                 steps=f"{progress.step}/{progress.steps} {'texts to keep' if progress.writing else 'steps'}",
                 loss=_known(progress.loss),
                 acceptance=_known(progress.held_out_acceptance),
-                left=f"{left / 60:.0f} min left" if left >= 90 else f"{left:.0f} s left" if math.isfinite(left) else "",
+                left=_left(progress.seconds_left),
             )
 
         yield report
@@ -302,6 +301,12 @@ def progress_bar(console: Console, doing: str = "distilling") -> Iterator[Callab
 
 def _known(value: float) -> str:
     return f"{value:.3f}" if math.isfinite(value) else "…"
+
+
+def _left(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return ""
+    return f"{seconds / 60:.0f} min left" if seconds >= 90 else f"{seconds:.0f} s left"
 
 
 def show(outcome: DistillOutcome, settings: Settings, console: Console) -> None:
