@@ -91,12 +91,19 @@ class Rehearsal:
     def texts(
         self, draft: PreTrainedModel, should_stop: Callable[[], bool], tell: Callable[[int, int], None]
     ) -> list[Example]:
-        """The texts of the plain ``draft``, from the file or sampled now. ``tell`` gets the number of texts that are
-        written, and of all. Raises Stopped between two passes."""
+        """The texts of the plain ``draft``, from the file, or sampled now and kept group by group, so that the next run
+        goes on with what a stopped one has left. ``tell`` gets the number of texts that are written, and of all. Raises
+        Stopped between two passes."""
         key = f"{VERSION} {self.weights} {self.frame}"
         found = _load(self.file, key)
-        if found is None:
-            found = sample(draft, self.frame, TEXTS, should_stop, tell)
+        while len(found) < TEXTS:
+            tell(len(found), TEXTS)
+            # The number of texts is the seed: the same texts in all processes, and however often it was stopped.
+            group = sample(draft, self.frame, should_stop, seed=len(found))
+            if not group:
+                break
+            numbered = (replace(text, id=-1 - len(found) - place) for place, text in enumerate(group))
+            found = [*found, *numbered][:TEXTS]
             if processes.first():
                 _save(self.file, key, found)
         return found
@@ -109,27 +116,14 @@ def rehearsal_of(tokenizer: PreTrainedTokenizerBase, file: Path, weights: str) -
 
 
 @torch.no_grad()
-def sample(
-    draft: PreTrainedModel,
-    frame: Frame,
-    count: int,
-    should_stop: Callable[[], bool],
-    tell: Callable[[int, int], None] = lambda written, texts: None,
-    seed: int = 0,
-) -> list[Example]:
-    """Up to ``count`` chats that ``draft`` makes up at temperature 1; fewer where it answers with next to nothing.
-    Raises Stopped between two passes when ``should_stop`` returns True."""
+def sample(draft: PreTrainedModel, frame: Frame, should_stop: Callable[[], bool], seed: int = 0) -> list[Example]:
+    """A group of up to TOGETHER chats that ``draft`` makes up at temperature 1; fewer where it answers with next to
+    nothing or its vocabulary is large. Raises Stopped between two passes when ``should_stop`` returns True."""
     draft.eval()
     together = max(1, min(TOGETHER, PASS_LOGITS // (4 * int(draft.config.get_text_config().vocab_size))))
-    random = torch.Generator(next(draft.parameters()).device).manual_seed(seed)  # the same in all processes
-    found: list[Example] = []
-    for _ in range(0, 2 * count, together):  # half of them may be too short
-        tell(len(found), count)
-        chats = _sample(draft, frame, together, random, should_stop)
-        found += [chat.example(-1 - len(found) - i) for i, chat in enumerate(c for c in chats if c.long_enough)]
-        if len(found) >= count or not chats:
-            break
-    return _supervised(draft, found[:count], should_stop)
+    random = torch.Generator(next(draft.parameters()).device).manual_seed(seed)
+    chats = _sample(draft, frame, together, random, should_stop)
+    return _supervised(draft, [chat.example() for chat in chats if chat.long_enough], should_stop)
 
 
 def _sample(
@@ -184,11 +178,11 @@ class _Chat:
             self.over = drawn in self._frame.ends or len(self._answer) >= ANSWER
         return drawn
 
-    def example(self, number: int) -> Example:
-        """The chat as an example without supervision, with the id ``number``."""
+    def example(self) -> Example:
+        """The chat as an example without supervision."""
         prompt, output = np.array(self._question, np.int32), np.array(self._answer, np.int32)
         limited = self._answer[-1] not in self._frame.ends
-        return Example(number, "", prompt, output, SamplingParams(temperature=1.0), limited, None)
+        return Example(0, "", prompt, output, SamplingParams(temperature=1.0), limited, None)
 
 
 def _supervised(draft: PreTrainedModel, texts: Sequence[Example], should_stop: Callable[[], bool]) -> list[Example]:
@@ -213,8 +207,6 @@ def _supervised(draft: PreTrainedModel, texts: Sequence[Example], should_stop: C
 def _save(file: Path, key: str, texts: Iterable[Example]) -> None:
     """Replace ``file``, if it can be written: without it, the texts are sampled again by the next run."""
     held = [(text, text.supervision) for text in texts if text.supervision is not None]
-    if not held:
-        return
     tensors = {
         "lengths": torch.tensor([[len(text.prompt), len(text.output)] for text, _ in held], dtype=torch.int32),
         "prompts": torch.from_numpy(np.concatenate([text.prompt for text, _ in held])),
@@ -239,12 +231,12 @@ def _save(file: Path, key: str, texts: Iterable[Example]) -> None:
             files.finished(temporary)
 
 
-def _load(file: Path, key: str) -> list[Example] | None:
-    """The texts in ``file``; None if it is missing, damaged, or another draft's."""
+def _load(file: Path, key: str) -> list[Example]:
+    """The texts in ``file``; none if it is missing, damaged, or another draft's."""
     try:
         with safe_open(file, "np") as held:
             if (held.metadata() or {}).get("of") != key:
-                return None
+                return []
             parts = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118 - no mapping
         lengths = parts["lengths"]
         prompts, outputs = (np.split(parts[name], np.cumsum(lengths[:-1, side])) for side, name in enumerate(_TOKENS))
@@ -257,7 +249,7 @@ def _load(file: Path, key: str) -> list[Example] | None:
             )
         ]
     except (OSError, SafetensorError, KeyError, ValueError, TypeError, IndexError):
-        return None
+        return []
 
 
 _TOKENS = ("prompts", "outputs")
