@@ -96,9 +96,13 @@ def plain(text: str) -> str:
     return re.sub(r"# tokens/s[^›]*?(?:no\s+draft|as\s+fast\s+as\s+plain)", _decoded, screen)
 
 
+# History may draft a round now and then.
+PLAIN = r"plain(, but for \d+ of \d+ rounds)?: no draft"
+
+
 def _decoded(said: re.Match[str]) -> str:
     line = " ".join(said[0].split())
-    return re.sub("plain: no draft|drafting [0-9.]+ tokens ahead.* as fast as plain", "HOW IT WAS DECODED", line)
+    return re.sub(f"{PLAIN}|drafting [0-9.]+ tokens ahead.* as fast as plain", "HOW IT WAS DECODED", line)
 
 
 def compare(name: str, screen: str) -> None:
