@@ -263,19 +263,29 @@ class AdapterStore:
             raise AdaptiveError(f"keep is {keep}; it must be at least 1, the newest adapter always stays")
         if not self.root.is_dir():
             return ()
-        # This hashes whole adapters, so it comes before the lock, and only if the fallback is not kept as a new one.
-        back = self.fallback() if len(ids(self.root)) > keep else None
+        back = self._back(keep)  # hashes whole adapters, so before the lock
         with self._changing():
             known = {manifest.id: manifest for manifest in self.list()}
-            names, current = numbered(self.root), self.current_id()
-            needed = {*ids(self.root)[-keep:], *names[-1:], current, back, *self._in_use.fallbacks(current)[:1]}
             doomed = tuple(
                 name
-                for name in names
-                if name not in needed and (spare is None or (name in known and not spare(known[name])))
+                for name in self._needless(keep, back)
+                if spare is None or (name in known and not spare(known[name]))
             )
             self._delete(doomed, [Trained.of(known[name]) for name in doomed if name in known])
         return doomed
+
+    def prunable(self, keep: int) -> tuple[str, ...]:
+        """The names that ``prune`` would delete."""
+        return self._needless(keep, self._back(keep))
+
+    def _back(self, keep: int) -> str | None:
+        """The adapter that a rollback would return to, unless it stays anyway as one of the newest."""
+        return self.fallback() if len(ids(self.root)) > keep else None
+
+    def _needless(self, keep: int, back: str | None) -> tuple[str, ...]:
+        names, current = numbered(self.root), self.current_id()
+        needed = {*ids(self.root)[-keep:], *names[-1:], current, back, *self._in_use.fallbacks(current)[:1]}
+        return tuple(name for name in names if name not in needed)
 
     def export(self, name: str, destination: Path, force: bool = False) -> Path:
         """Copy an adapter as a plain PEFT folder (with its manifest) to ``destination``.

@@ -54,8 +54,10 @@ def list_(settings: Settings, as_json: AsJson = False) -> None:
         print_table(console, _table(manifests, current), "age", "older records", "generations")
     else:
         console.print("no adapter yet; `adaptive distill` trains one from the log")
-    for name in store.damaged():
-        deleted = "; `adaptive adapters prune` deletes it" if _prunable(store, name) else ""
+    damaged = store.damaged()
+    prunable = store.prunable(KEPT) if damaged else ()
+    for name in damaged:
+        deleted = "; `adaptive adapters prune` deletes it" if name in prunable else ""
         console.print(f"{name} is damaged and not used{deleted}", highlight=False)
 
 
@@ -334,20 +336,6 @@ def server_command(settings: Settings, draft: Path) -> str:
 
 def _gguf(name: str | None, otherwise: str) -> str:
     return name if name is not None and name.lower().endswith(".gguf") else otherwise
-
-
-def _prunable(store: AdapterStore, damaged: str) -> bool:
-    """Whether ``prune`` deletes this damaged folder. It keeps the newest of all, so that no id is used twice, and of
-    those that are not set aside (0007.damaged) the newest KEPT and the one in use."""
-    names = [*(manifest.id for manifest in store.list()), *store.damaged()]
-    newer = [name for name in names if _number(name) > _number(damaged)]
-    if not damaged.isdecimal():
-        return bool(newer)
-    return damaged != store.current_id() and sum(name.isdecimal() for name in newer) >= KEPT
-
-
-def _number(folder: str) -> int:
-    return int(folder.split(".")[0])
 
 
 def _resolve(store: AdapterStore, name: str) -> str:

@@ -18,7 +18,7 @@ from trainers import lora
 from trainers.dataset import Example
 from trainers.fit import Progress, fit
 from trainers.recipe import Recipe
-from trainers.rehearsal import ANSWER, QUESTION, SHORTEST, TEXTS, Frame, Rehearsal, rehearsal_of, sample
+from trainers.rehearsal import ANSWER, MARK, QUESTION, SHORTEST, TEXTS, Frame, Rehearsal, rehearsal_of, sample
 from trainers.replay import Stopped, acceptance_rate, replay
 from trainers.run import distill
 
@@ -68,6 +68,14 @@ def test_a_template_that_changes_what_users_write_gives_no_chat_format() -> None
     words = tokenizer()
     words.chat_template = TEMPLATE.replace("m['content']", "m['content'] | lower")
     assert words.chat_template != TEMPLATE
+    found = Frame.of(words)
+    assert found is not None
+    assert not found.after
+
+
+def test_a_template_that_has_the_mark_elsewhere_gives_no_chat_format() -> None:
+    words = tokenizer()
+    words.chat_template = f"x {MARK} y {TEMPLATE}"
     found = Frame.of(words)
     assert found is not None
     assert not found.after

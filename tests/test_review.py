@@ -192,6 +192,26 @@ def test_drafts_are_compared_after_enough_answers_and_never_without_another(tmp_
     assert not doubts.due(1000)
 
 
+def test_an_adapter_in_doubt_that_is_deleted_stops_no_comparison(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path / "adapters")
+    doubts = Doubts(store, tmp_path / "doubts.json", pytest.fail)
+    store.promote(publish_noise(store), "forced")
+    doubts.now = Doubt(publish_noise(store))
+    publish_noise(store)
+    assert store.prune(1) == ("0002",)
+    assert doubts.due(REVIEWED)
+
+
+@pytest.mark.thorough
+def test_a_damaged_adapter_in_doubt_is_left_out(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path / "adapters")
+    log = write_log(tmp_path / "records.db", speak(target(), 40, SAMPLED))
+    store.promote(publish_noise(store, target()), "forced")
+    doubted = publish_noise(store, target())
+    (store.path(doubted) / "adapter_model.safetensors").write_bytes(b"nothing")
+    assert review(log, store, BASE, target(), doubted).best is None
+
+
 def test_an_exchange_for_a_damaged_adapter_changes_nothing(tmp_path: Path) -> None:
     store, said = AdapterStore(tmp_path / "adapters"), list[str]()
     doubts = Doubts(store, tmp_path / "doubts.json", said.append)

@@ -13,8 +13,8 @@ without forgetting" (Li and Hoiem 2016), and by generated samples LAMOL (Sun et 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,16 +22,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from adaptive.encoding import chat_text, encode_rendered
 from adaptive.errors import AdaptiveError
 from adaptive.types import SamplingParams, Supervision
-from checkpoints import files
 from trainers import processes
 from trainers.batches import PASS_LOGITS, collate, longest_text, passes, supervised_logits
 from trainers.dataset import Example
 from trainers.replay import Stopped
+from trainers.tensors import replace_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -48,8 +47,8 @@ SHORTEST = 4
 TOGETHER = 32
 # Likeliest tokens that are kept of the draft's distribution, as the log keeps them of the target's.
 KEPT = 32
-# Stands for a question in a chat while its format is found. A template must not change it.
-MARK = "QUESTION"
+# Stands for a question in a chat while its format is found. A template must not change it, nor have it elsewhere.
+MARK = "A-Question-Here"
 # The format of the file.
 VERSION = 1
 
@@ -69,11 +68,11 @@ class Frame:
         token that a text begins with either."""
         ends = {tokenizer.eos_token_id} - {None}
         try:
-            before, mark, after = chat_text(tokenizer, [{"role": "user", "content": MARK}]).partition(MARK)
-            halves = [tuple(encode_rendered(tokenizer, half, len(half) + 1)) for half in (before, after)]
+            parts = chat_text(tokenizer, [{"role": "user", "content": MARK}]).split(MARK)
+            halves = [tuple(encode_rendered(tokenizer, part, len(part) + 1)) for part in parts]
         except AdaptiveError:
-            mark, halves = "", []
-        if mark and all(halves):
+            halves = []
+        if len(halves) == 2 and all(halves):
             return cls(halves[0], halves[1], frozenset(ends | {halves[1][0]}))
         begins = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         return None if begins is None else cls((begins,), (), frozenset(ends))
@@ -209,26 +208,16 @@ def _save(file: Path, key: str, texts: Iterable[Example]) -> None:
     held = [(text, text.supervision) for text in texts if text.supervision is not None]
     tensors = {
         "lengths": torch.tensor([[len(text.prompt), len(text.output)] for text, _ in held], dtype=torch.int32),
-        "prompts": torch.from_numpy(np.concatenate([text.prompt for text, _ in held])),
-        "outputs": torch.from_numpy(np.concatenate([text.output for text, _ in held])),
+        "prompt": torch.from_numpy(np.concatenate([text.prompt for text, _ in held])),
+        "output": torch.from_numpy(np.concatenate([text.output for text, _ in held])),
         "limited": torch.tensor([text.limited for text, _ in held]),
         **{
             name: torch.from_numpy(np.concatenate([getattr(supervision, name) for _, supervision in held]))
             for name in ("ids", "logprobs", "rest", "chosen")
         },
     }
-    temporary = None
-    try:
-        temporary = files.unfinished(file.parent)
-        save_file(tensors, temporary, metadata={"of": key})
-        os.chmod(temporary, 0o600)
-        files.flush(temporary)
-        os.replace(temporary, file)
-    except (OSError, SafetensorError):
-        return
-    finally:
-        if temporary is not None:
-            files.finished(temporary)
+    with suppress(OSError):
+        replace_tensors(file, tensors, {"of": key})
 
 
 def _load(file: Path, key: str) -> list[Example]:
@@ -238,18 +227,15 @@ def _load(file: Path, key: str) -> list[Example]:
             if (held.metadata() or {}).get("of") != key:
                 return []
             parts = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118 - no mapping
-        lengths = parts["lengths"]
-        prompts, outputs = (np.split(parts[name], np.cumsum(lengths[:-1, side])) for side, name in enumerate(_TOKENS))
-        cuts = np.cumsum(lengths[:-1, 1])
-        kept = [np.split(parts[name], cuts) for name in ("ids", "logprobs", "rest", "chosen")]
+        prompt_ends, output_ends = np.cumsum(parts["lengths"][:-1], axis=0).T
+        prompts = np.split(parts["prompt"], prompt_ends)
+        columns = [np.split(parts[name], output_ends) for name in ("output", "ids", "logprobs", "rest", "chosen")]
+        sampling = SamplingParams(temperature=1.0)
         return [
-            Example(-1 - number, "", prompt, output, SamplingParams(temperature=1.0), bool(limited), Supervision(*each))
-            for number, (prompt, output, limited, *each) in enumerate(
-                zip(prompts, outputs, parts["limited"], *kept, strict=True)
+            Example(-1 - number, "", prompt, output, sampling, bool(limited), Supervision(*each))
+            for number, (prompt, limited, output, *each) in enumerate(
+                zip(prompts, parts["limited"], *columns, strict=True)
             )
         ]
     except (OSError, SafetensorError, KeyError, ValueError, TypeError, IndexError):
         return []
-
-
-_TOKENS = ("prompts", "outputs")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +17,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from adaptive.errors import first_line
-from checkpoints import files
 from trainers import processes
 from trainers.dataset import Example
+from trainers.tensors import replace_tensors
 
 
 @dataclass
@@ -107,19 +105,10 @@ class TrainingState:
         tensors |= {f"best/{name}": value for name, value in (standing.best or {}).items()}
         numbers = {name: value for name, value in vars(standing).items() if name != "best"}
         meta = {"key": self.key, "last_id": self._last_id, "standing": numbers}
-        temporary = None
         try:
-            temporary = files.unfinished(self.path.parent)
-            save_file(tensors, temporary, metadata={"round": json.dumps(meta)})
-            os.chmod(temporary, 0o600)
-            files.flush(temporary)
-            os.replace(temporary, self.path)
-            files.flush(self.path.parent)
-        except (OSError, SafetensorError) as error:  # training itself needs no file
+            replace_tensors(self.path, tensors, {"round": json.dumps(meta)})
+        except OSError as error:  # training itself needs no file
             self.problem = first_line(error)
-        finally:
-            if temporary is not None:
-                files.finished(temporary)
 
     def forget(self) -> None:
         """Remove the file, since the run is finished."""

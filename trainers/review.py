@@ -14,6 +14,7 @@ and again) on the newest FEW answers, or on the newest MANY while it is no worse
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,8 +75,9 @@ def review(
     in_use, _ = store.usable(base)
     current = None if in_use is None else in_use.id
     others: list[str | None] = [] if students.kind == "head" else [None]
-    if doubted is not None and store.verify(doubted).base.weights == base.weights:
-        others.append(doubted)
+    with suppress(AdaptiveError):  # deleted or damaged since
+        if doubted is not None and store.verify(doubted).base.weights == base.weights:
+            others.append(doubted)
     others = [one for one in others if one != current]
     if not others:
         raise AdaptiveError("there is no other draft to compare the one in use with")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from pydantic import BaseModel
 
 from adaptive.errors import AdaptiveError
 from checkpoints import files
+from checkpoints.manifest import Manifest
 from checkpoints.store import AdapterStore, InUseChanged
 
 logger = logging.getLogger("adaptive.trainer")
@@ -71,15 +73,17 @@ class Doubts:
 
     def due(self, newest: int) -> bool:
         """Whether drafts are to be compared: enough answers on which none was trained, and none compared."""
-        try:
-            compared = (self._store.current_id(), self.now.adapter)
-            known = [self._store.show(one) for one in compared if one is not None]
-        except AdaptiveError:  # unreadable, damaged or deleted meanwhile: reported elsewhere
+        if newest - self.now.reviewed < REVIEWED:
             return False
-        if not known or (self.now.adapter is None and known[0].kind == "head"):
+        try:
+            current = self._store.current()
+        except AdaptiveError:  # unreadable or damaged: reported elsewhere
+            return False
+        doubted = self._doubted()
+        known = [manifest for manifest in (current, doubted) if manifest is not None]
+        if not known or (doubted is None and known[0].kind == "head"):
             return False  # a head that is grown here has no plain draft
-        learned = max(manifest.trained_on.last_id or 0 for manifest in known)
-        return newest - max(self.now.reviewed, learned) >= REVIEWED
+        return newest - max(manifest.trained_on.last_id or 0 for manifest in known) >= REVIEWED
 
     def roll_back(self, current: str, reason: str, newest: Callable[[], int]) -> bool:
         """Take ``current`` out of use, to return to the one before it. Returns whether it was still in use."""
@@ -123,11 +127,14 @@ class Doubts:
     @property
     def text(self) -> str:
         """Why no adapter is in use, in words."""
-        try:
-            manifest = None if self.now.adapter is None else self._store.show(self.now.adapter)
-        except AdaptiveError:  # deleted meanwhile
-            manifest = None
+        manifest = self._doubted()
         return "no adapter in use" if manifest is None else f"adapter {manifest.id} is out of use: {manifest.reason}"
+
+    def _doubted(self) -> Manifest | None:
+        """The adapter in doubt; None without one, or if it was deleted or damaged meanwhile."""
+        with suppress(AdaptiveError):
+            return None if self.now.adapter is None else self._store.show(self.now.adapter)
+        return None
 
     def _keep(self, doubt: Doubt) -> None:
         self.now = doubt
