@@ -58,6 +58,9 @@ def test_a_message_is_that_of_the_chat(client: Any, dialects: Server) -> None:
     assert message.stop_reason == ("max_tokens" if cut else "end_turn")
     counted = client.messages.count_tokens(model="any", messages=ASKED, system="Be brief.")
     assert counted.input_tokens == same["usage"]["prompt_tokens"]
+    begun = [*ASKED, {"role": "assistant", "content": "Once upon a time"}]
+    more = client.messages.count_tokens(model="any", messages=begun, system="Be brief.")
+    assert more.input_tokens > counted.input_tokens
 
 
 def test_a_streamed_message_is_the_whole_one(client: Any) -> None:

@@ -100,6 +100,15 @@ def test_a_whole_response_and_a_stream_carry_the_same() -> None:
     assert choices[-1]["finish_reason"] == "tool_calls"
 
 
+def test_an_answer_with_half_a_call_is_not_said_to_call() -> None:
+    """A stop string has cut it."""
+    half = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n1"
+    served = streams.Served("1", 0, "pair", tokenizer(""), Reading(format_of(SHOWN), tuple(TOOLS)), 3)
+    (choice,) = Completion(served, chat=True, top=None, options=StreamOptions()).whole([answer(half)])["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == half
+
+
 def logprobs_of(known: PreTrainedTokenizerBase, ids: list[int], chat: bool) -> dict[str, Any]:
     """The logprobs of an answer of these tokens; all of them are alternatives at each place."""
     alternatives = np.tile(np.array(ids, np.int32), (len(ids), 1))
@@ -211,6 +220,7 @@ def test_what_is_passed_over_stands_in_the_page(asked: type[RequestBody]) -> Non
 
 
 THINKS = ROLES + "{% if enable_thinking is defined %}({{ enable_thinking }}){% endif %}"
+TALKS = THINKS + "{# tools #}"
 EFFORT = ROLES + "({{ reasoning_effort }})"
 
 
@@ -224,6 +234,10 @@ EFFORT = ROLES + "({{ reasoning_effort }})"
         (THINKS, {"reasoning_effort": "high"}, "(True)"),
         (THINKS, {"response_format": {"type": "json_object"}}, "(False)"),
         (THINKS, {"response_format": {"type": "json_object"}, "enable_thinking": True}, "(True)"),
+        (THINKS, {"response_format": {"type": "json_object"}, "reasoning_effort": "high"}, "(False)"),
+        (TALKS, {"tools": TOOLS, "tool_choice": "required", "reasoning_effort": "high"}, "(False)"),
+        (THINKS + EFFORT, {"reasoning_effort": "none"}, "(False)[user]Hello(none)"),
+        (THINKS + EFFORT, {"reasoning_effort": "high"}, "Hello[user]Hello(high)"),
         (EFFORT, {"reasoning_effort": "high"}, "(high)"),
         (EFFORT + "{# <|channel|> <|message|> #}", {"reasoning_effort": "minimal"}, "(low)"),
         (ROLES, {"reasoning_effort": "high"}, "Hello"),  # the template has no switch for it
@@ -270,3 +284,37 @@ def test_thoughts_and_ids_of_calls_reach_the_template_in_its_words() -> None:
     assert first == second
     assert len(first) == 9
     assert first.isalnum()
+
+
+def a_call(number: int) -> dict[str, Any]:
+    return {"id": f"id{number}", "type": "function", "function": {"name": f"tool{number}", "arguments": "{}"}}
+
+
+def a_result(number: int, **fields: Any) -> dict[str, Any]:
+    return {"role": "tool", "content": f"result{number}", "tool_call_id": f"id{number}", **fields}
+
+
+def test_the_result_of_a_call_reaches_the_template_with_the_name_of_the_tool() -> None:
+    template = tokenizer("{% for m in messages if m.role == 'tool' %}{{ m.name }};{% endfor %}")
+    said = {"role": "assistant", "content": None, "tool_calls": [a_call(1), a_call(2)]}
+    results = [a_result(2), a_result(1), a_result(1, name="own")]
+    assert rendered(chat(said, *results), template) == "tool2;tool1;own;"
+    assert rendered(chat(said, a_result(3)), template) == ";"
+
+
+SINGLE = (
+    "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}"
+    "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
+    "({{ m.content }}{{ m.tool_calls[0].function.name }}){% else %}[{{ m.content }}]{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_that_takes_one_call_per_message_is_given_one() -> None:
+    several = {"role": "assistant", "content": "Look. ", "tool_calls": [a_call(1), a_call(2)]}
+    last = {"role": "assistant", "content": "Warm.", "tool_calls": []}
+    asked = chat(several, a_result(2), a_result(1), last, several, a_result(2), a_result(9))
+    known = tokenizer(SINGLE + "{# <|start_header_id|> tool #}")
+    once = "(Look. tool1)[result1](tool2)[result2][Warm.](Look. tool1)(tool2)[result2][result9]"
+    assert rendered(asked, known) == once
+    others = tokenizer("{% for m in messages %}{{ m.tool_calls | length if m.tool_calls is defined }};{% endfor %}")
+    assert rendered(asked, others) == "2;;;;2;;;"

@@ -16,9 +16,11 @@ from adaptive.decoding.text import TextStream
 from adaptive.errors import AdaptiveError
 from adaptive.grammar import Grammar, Grammars, json_schema, notation
 from adaptive.service.calls import Part, Reading, Thought, reading_of
+from adaptive.service.chats import prepare
 from adaptive.service.forced import call_or_text, forced_call
 from adaptive.service.formats import Call, format_of
 from adaptive.service.partial import Arguments, CallBegins
+from adaptive.service.schemas import ChatRequest
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -228,6 +230,9 @@ def test_thinking_that_the_prompt_began_ends_at_its_mark() -> None:
     assert sorted_out(read(closed, ["Yes."])) == ("Yes.", "", [])
 
 
+QWEN, GLM = "<tool_call> <function=", "<tool_call> <arg_key>"
+
+
 @pytest.mark.parametrize(
     ("shown", "answer"),
     [
@@ -239,6 +244,14 @@ def test_thinking_that_the_prompt_began_ends_at_its_mark() -> None:
         ("<|start_header_id|> tools", 'Say {"name": "weather", "parameters": {}}'),
         ("[TOOL_CALLS]", "[TOOL_CALLS] something else"),
         ("<|tool_call>", "<|tool_call>weather(3)<tool_call|>!"),
+        (QWEN, "A <tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3"),
+        (QWEN, "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>"),
+        (QWEN, "<tool_call>\n<function=time>"),
+        (QWEN, "<tool_call><function=weather><parameter=city>Rome</function></tool_call>"),
+        (GLM, "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>"),
+        (GLM, "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>"),
+        (GLM, "<tool_call>time"),
+        (GLM, "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</tool_call>"),
     ],
 )
 def test_what_is_no_call_stays_text(shown: str, answer: str) -> None:
@@ -246,6 +259,35 @@ def test_what_is_no_call_stays_text(shown: str, answer: str) -> None:
     for size in (1, 1000):
         pieces = [answer[at : at + size] for at in range(0, len(answer), size)]
         assert sorted_out(read(reading, pieces)) == (answer, "", [])
+
+
+def test_a_call_that_is_whole_needs_no_mark_after_it() -> None:
+    answer = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>"
+    found = sorted_out(read(Reading(format_of(QWEN), tuple(TOOLS)), [answer]))
+    assert found == ("", "", [("weather", {"city": "Rome"})])
+
+
+@pytest.mark.parametrize(
+    ("shown", "opens", "closes"),
+    [
+        ("<think> </think>", "<think>", "</think>"),
+        ("<think>", "<think>", "</think>"),
+        ("[THINK]", "[THINK]", "[/THINK]"),
+        ("<|channel>", "<|channel>thought", "<channel|>"),
+    ],
+)
+def test_only_what_an_answer_begins_with_is_thinking(shown: str, opens: str, closes: str) -> None:
+    text = f"The mark {opens} begins it, and {closes} ends it."
+    for thoughts, answer in (("", text), ("Warm?", f"{opens}Warm?{closes}{text}")):
+        for size in (1, 1000):
+            pieces = [answer[at : at + size] for at in range(0, len(answer), size)]
+            assert sorted_out(read(Reading(format_of(shown)), pieces)) == (text, thoughts, [])
+
+
+def test_a_template_that_takes_one_call_is_sent_one() -> None:
+    llama = FAMILIES["Llama 3"]
+    known = tokenizer(f"{llama.shown} This model only supports single tool-calls at once!", llama.special)
+    assert sorted_out(read(reading_of(known, TOOLS), [llama.answer])) == ("", "", [ROME])
 
 
 def test_after_what_is_no_call_calls_are_found_again() -> None:
@@ -300,6 +342,31 @@ def forced_at_random(
         assert len(pieces) < 3000
     pieces.append(stream.finish())
     return sorted_out(read(reading, pieces))
+
+
+def allowed(known: PreTrainedTokenizerBase, grammar: Grammar, answer: str) -> bool:
+    """Whether the grammar allows this answer."""
+    end = known.eos_token_id
+    assert isinstance(end, int)
+    constraint = Grammars(known, len(known), frozenset([end])).constraint(grammar)
+    for token in [*known.encode(answer, add_special_tokens=False), end]:
+        if not constraint.mask(torch.zeros(1, len(known)), [])[0].isfinite()[token]:
+            return False
+        constraint.commit([token])
+    return True
+
+
+def test_a_format_alone_applies_to_the_text_behind_its_marks() -> None:
+    family, text = FAMILIES["gpt-oss"], '{"name": "Ann"}'
+    known = tokenizer("{{ messages[0].content }} <|channel|> <|message|>", family.special)
+    for wanted in ({"json_schema": NAMED}, {"regex": TEXTS["regex"].text}):
+        asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Who?"}], **wanted})
+        ready = prepare(asked, known, 2048)
+        assert ready.grammar is not None
+        assert allowed(known, ready.grammar, f"<|channel|>final<|message|>{text}")
+        assert not allowed(known, ready.grammar, text)
+        assert ready.marks == ready.reading.marks(known)
+        assert sorted_out(read(ready.reading, [f"<|channel|>final<|message|>{text}"])) == (text, "", [])
 
 
 CALLING = [

@@ -231,3 +231,25 @@ def test_what_cannot_be_kept_to_is_refused_before_anything_is_decoded(
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=said):
         chat(client, **options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "reason"),
+    [
+        ({"max_tokens": 0}, "max_tokens", "input should be greater than or equal to 1"),
+        ({"max_tokens": []}, "max_tokens", "input should be -1 or input should be a valid integer"),
+        ({"stop": 5}, "stop", "input should be a valid string or input should be a valid list"),
+        ({"stop": ["a", 5]}, "stop.1", "input should be a valid string"),
+        ({"messages": [{"role": "user", "content": [{}]}]}, "messages.0.content.0.type", "field required"),
+        ({"tool_choice": "often"}, "tool_choice", "input should be 'none', 'auto' or 'required'"),
+        ({"temperature": "hot", "stop": 5}, "stop", "input should be a valid string or input should be a valid list"),
+        ({"n": 0, "stop": 5}, "n", "input should be greater than or equal to 1"),
+    ],
+)
+def test_a_wrong_field_is_named_as_the_client_wrote_it(
+    server: Server, fields: dict[str, Any], field: str, reason: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}], **fields}
+    refused = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["message"], error["param"]) == (400, f"{field}: {reason}", field)

@@ -23,7 +23,7 @@ from adaptive.service.dialects.llama_server import add_llama_server
 from adaptive.service.dialects.messages import add_messages
 from adaptive.service.dialects.responses import add_responses
 from adaptive.service.engine import EngineThread
-from adaptive.service.errors import REFUSALS, error_object, error_response
+from adaptive.service.errors import REFUSALS, error_object, error_response, problem_of
 from adaptive.service.guard import Guard
 from adaptive.service.jobs import QueueFullError
 from adaptive.speculation import growing, who_drafts
@@ -151,9 +151,9 @@ def _errors(app: FastAPI, api: Api) -> None:
         return refuse(request, 400, str(error))
 
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        param = ".".join(str(part) for part in first["loc"][1:]) or None
-        return refuse(request, 400, f"{param or 'the body'}: {first['msg'].lower()}", param)
+        field, reason = problem_of(error.errors())
+        param = field.partition(".")[2] or None  # the first part is "body"
+        return refuse(request, 400, f"{param or 'the body'}: {reason}", param)
 
     async def full(request: Request, error: QueueFullError) -> Response:
         said = f"{api.engine.queue.limit} requests are waiting; try again in a moment"

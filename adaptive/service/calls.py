@@ -78,8 +78,12 @@ def reading_of(
     prompt: Sequence[int] = (),
     most: int | None = None,
 ) -> Reading:
-    """The ``Reading`` for answers to ``prompt``, by the chat template and the offered ``tools``."""
+    """The ``Reading`` for answers to ``prompt``, by the chat template and the offered ``tools``.
+
+    ``most`` is the client's maximum number of calls. It is one if the template accepts only one per message.
+    """
     known = format_of(template_text(tokenizer))
+    most = 1 if known.single else most
     end = str(tokenizer.decode(list(prompt[-TAIL:]))).rstrip() if prompt else ""
     begun = next((r for r in known.regions if r.kind == "thought" and end.endswith(r.opens)), None)
     return Reading(known, tuple(tools or ()), begun, most)
@@ -189,7 +193,7 @@ class AnswerReader:
         begun, self._partial = None if self._partial is None else self._partial.begun, None
         try:
             assert self._format.read is not None
-            found = self._format.read(before, _with_body(region) + body, self._types)
+            found = self._format.read(before, _with_body(region) + body, self._types, bool(mark))
         except (ValueError, KeyError, TypeError, RecursionError):  # the text between the marks is no call
             if begun is not None:  # parts were already returned, and cannot be taken back
                 self._count()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -14,8 +16,8 @@ from adaptive.encoding import chat_text, encode_rendered, template_text
 from adaptive.errors import AdaptiveError
 from adaptive.grammar import Grammar
 from adaptive.service.calls import Reading, reading_of
-from adaptive.service.forced import call_or_text, forced_call
-from adaptive.service.formats import Format, format_of
+from adaptive.service.forced import call_or_text, forced_call, marked_text
+from adaptive.service.formats import Format, format_of, function_of
 from adaptive.service.jobs import Prompt
 from adaptive.service.schemas import ChatRequest
 
@@ -47,16 +49,19 @@ def prepare(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, context: int)
     must_call, tools = body.must_call(), offered(body)
     ids = encode_rendered(tokenizer, rendered(body, tokenizer), context)
     prompt = Prompt(ids, tuple(message.for_log() for message in body.messages), "")
-    if grammar is not None and not tools:
-        return Chat(prompt, grammar, Reading(), {})  # all of the answer is visible text
     most = 1 if body.parallel_tool_calls is False else None
     reading = reading_of(tokenizer, tools, ids, most)
     marks = reading.marks(tokenizer)
+    if grammar is not None and not tools:
+        marked = marked_text(reading, marks, grammar)
+        if marked is None:
+            return Chat(prompt, grammar, Reading(), {})  # all of the answer is visible text
+        return Chat(prompt, marked, reading.without_thinking(), marks)
     if must_call:  # such an answer has no text that a format could apply to
-        several = body.tool_choice == "required" and most is None
+        several = body.tool_choice == "required" and reading.most is None
         grammar = forced_call(reading, marks, must_call, several)
     elif grammar is not None and tools:
-        grammar = call_or_text(reading, marks, tools, most is None, grammar)
+        grammar = call_or_text(reading, marks, tools, reading.most is None, grammar)
     if grammar is not None:
         reading = reading.without_thinking()
     return Chat(prompt, grammar, reading, marks)
@@ -72,7 +77,10 @@ def rendered(body: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> str:
             "tools: this model's chat template has no place for tools, so that it would never see them; leave them "
             "out, or serve a model that was made to call tools"
         )
-    chat = [_for_template(message, template, known) for message in (m.for_template() for m in body.messages)]
+    chat = list(_with_names(message.for_template() for message in body.messages))
+    if known.single:
+        chat = list(_with_single_calls(chat))
+    chat = [_for_template(message, template, known) for message in chat]
     return chat_text(tokenizer, chat, tools, variables(body, template, known))
 
 
@@ -84,8 +92,9 @@ def offered(body: ChatRequest) -> list[dict[str, Any]] | None:
 def variables(body: ChatRequest, template: str, known: Format) -> dict[str, Any]:
     """The template's variables: those of the client, and those that control thinking.
 
-    ``reasoning_effort`` becomes ``enable_thinking`` if the template only knows the latter, and has no effect if it
-    knows neither. Raises AdaptiveError for a client's variable that the template does not read.
+    ``reasoning_effort`` becomes ``enable_thinking`` if the template only knows the latter, or turns thinking off, and
+    has no effect if it knows neither. A grammar turns thinking off, unless the client turned it on by
+    ``enable_thinking``. Raises AdaptiveError for a client's variable that the template does not read.
     """
     said = dict(body.chat_template_kwargs or {})
     reserved = OURS | set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
@@ -97,18 +106,49 @@ def variables(body: ChatRequest, template: str, known: Format) -> dict[str, Any]
             said["enable_thinking"] = body.enable_thinking
         elif body.enable_thinking:
             raise AdaptiveError("enable_thinking: this model's chat template knows no thinking")
-    effort = body.reasoning_effort
+    effort, switch = body.reasoning_effort, _mentions(template, "enable_thinking")
+    if (body.constrained() is not None or body.must_call()) and switch:
+        said.setdefault("enable_thinking", False)  # the grammar applies from the first token
     if effort is not None and _mentions(template, "reasoning_effort"):
         said.setdefault("reasoning_effort", effort if known.loose else HARMONY_EFFORT.get(effort, effort))
-    elif effort is not None and _mentions(template, "enable_thinking"):
+        switch = switch and effort in NO_EFFORT
+    if effort is not None and switch:
         said.setdefault("enable_thinking", effort not in NO_EFFORT)
-    if (body.constrained() is not None or body.must_call()) and _mentions(template, "enable_thinking"):
-        said.setdefault("enable_thinking", False)  # the grammar applies from the first token
     return said
 
 
 def _mentions(template: str, name: str) -> bool:
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
+def _with_names(chat: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The chat where the result of a call has the name of the called tool. Some templates refuse it without a name, and
+    clients send only the id of the call."""
+    names: dict[str, Any] = {}
+    for message in chat:
+        names |= {str(call.get("id")): function_of(call).get("name") for call in message.get("tool_calls", ())}
+        name = names.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
+        yield {"name": name, **message} if isinstance(name, str) else message
+
+
+def _with_single_calls(chat: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The chat where a message has at most one call: each call of a message with several becomes a message, followed by
+    its results."""
+    place = 0
+    while place < len(chat):
+        message, place = chat[place], place + 1
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            yield message
+            continue
+        results = list(takewhile(lambda later: later["role"] == "tool", chat[place:]))
+        place += len(results)
+        for number, call in enumerate(calls):
+            head = {"role": message["role"], "content": ""} if number else message
+            yield {**head, "tool_calls": [call]}
+            yield from (one for one in results if one.get("tool_call_id") == call.get("id"))
+            results = [one for one in results if one.get("tool_call_id") != call.get("id")]
+        yield from results
 
 
 def _for_template(message: dict[str, Any], template: str, known: Format) -> dict[str, Any]:

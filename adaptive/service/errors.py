@@ -1,7 +1,9 @@
-"""Error responses in the form of the request's dialect, which its path determines."""
+"""Error responses in the form of the request's dialect, which its path determines, and the words for invalid fields."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -18,6 +20,8 @@ ANTHROPIC = {
     503: "overloaded_error",
 }
 ANTHROPIC_PATHS = "/v1/messages"
+# Parts of the place of pydantic's error that name an alternative of a union, such as ``constrained-str``, and no field.
+ALTERNATIVE = re.compile(r".*[\[-].*|str|int|float|bool")
 
 
 class Problem(BaseModel):
@@ -75,3 +79,36 @@ def error_response(
 ) -> JSONResponse:
     """The response to a refused request of ``path``."""
     return JSONResponse(error_object(status, message, param, path), status, headers)
+
+
+def problem_of(errors: Sequence[Any]) -> tuple[str, str]:
+    """The field at fault and the reason in words, from pydantic's ``errors``: of the first one, or if it is about an
+    alternative of a union, of the alternative that the input resembles most. If it resembles none, all are named."""
+    first = errors[0]["loc"]
+    begins = next((place for place, part in enumerate(first) if _is_alternative(part)), None)
+    same = errors[:1] if begins is None else [error for error in errors if error["loc"][:begins] == first[:begins]]
+    best = max(same, key=_resemblance)
+    reasons = [error["msg"].lower() for error in same if _resemblance(error) == _resemblance(best)]
+    reason = reasons[0] if _fits(best) else " or ".join(dict.fromkeys(reasons))
+    return ".".join(map(str, _fields(best["loc"]))), reason
+
+
+def _resemblance(error: Any) -> tuple[int, int]:
+    """How much the input resembles what was expected. All around a deeper error has the right type."""
+    return len(_fields(error["loc"])), _fits(error)
+
+
+def _fits(error: Any) -> int:
+    """Whether the input has the type that was expected, but not the value: 2, for one of a few listed values 1, else
+    0."""
+    if error["type"] != "literal_error":
+        return 0 if error["type"].endswith("_type") else 2
+    return int(isinstance(error["input"], str if error["ctx"]["expected"].startswith("'") else int))
+
+
+def _fields(place: Sequence[Any]) -> list[Any]:
+    return [part for part in place if not _is_alternative(part)]
+
+
+def _is_alternative(part: Any) -> bool:
+    return isinstance(part, str) and ALTERNATIVE.fullmatch(part) is not None

@@ -1,5 +1,5 @@
 """Builds the grammar of an answer that must consist of tool calls, in the layout of the model's family, or of an answer
-that is either calls or text in a format."""
+that is either calls or text in a format, or of text in a format where the family marks text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from adaptive.errors import AdaptiveError
 from adaptive.grammar import WHITESPACE, Grammar, as_json
 from adaptive.service.calls import Reading
 from adaptive.service.formats import Layout, function_of, properties_of
+from adaptive.service.values import alternatives
 
 ANY_TEXT = r"/(.|\n)*/"
 # Types whose values every family writes as JSON.
 BARE = ("integer", "number", "boolean", "null")
+# Kinds of grammars that can be a part of another one. llguidance fails on some grammars within a grammar.
+NESTED = ("json_schema", "regex")
 
 
 def forced_call(reading: Reading, marks: Mapping[int, str], tools: Sequence[dict[str, Any]], several: bool) -> Grammar:
@@ -35,15 +38,25 @@ def call_or_text(
 ) -> Grammar:
     """The grammar of an answer that is a call of one of ``tools``, or ``several`` calls, or a text by the schema or
     regular expression ``text``. Raises AdaptiveError as ``forced_call``, if ``text`` cannot be parsed, or if it is a
-    grammar: llguidance fails on some grammars within a grammar."""
+    grammar."""
     layout = reading.format.layout
-    if layout is None or text.kind not in ("json_schema", "regex"):
+    if layout is None or text.kind not in NESTED:
         kind = (
             "tools and a grammar" if layout else "tools and a format, while how this model writes calls is not known,"
         )
         raise AdaptiveError(f"{kind} do not go together; leave one of them out, or send tool_choice none")
     rules = _Rules(layout, marks)
     return rules.grammar(rules.calls(tools, several), f"{rules.text(layout.text)} {rules.nested(text)}")
+
+
+def marked_text(reading: Reading, marks: Mapping[int, str], text: Grammar) -> Grammar | None:
+    """The grammar of an answer that is a text by ``text`` after the marks that this family writes before visible text;
+    None if it writes none, or if ``text`` is a grammar. Raises AdaptiveError if ``text`` cannot be parsed."""
+    layout = reading.format.layout
+    if layout is None or not layout.text or text.kind not in NESTED:
+        return None
+    rules = _Rules(layout, marks)
+    return rules.grammar(f"{rules.text(layout.text)} {rules.nested(text)}")
 
 
 class _Rules:
@@ -118,22 +131,34 @@ class _Rules:
     def _parameter(self, key: str, schema: Any, arguments: dict[str, Any]) -> str:
         """The rule of one parameter, including its marks."""
         before, _, after = self._layout.parameter.replace("{key}", key).partition("{value}")
-        if isinstance(schema, dict) and schema.get("type") == "string":
-            before, after = before + self._layout.quote, self._layout.quote + after
-            if isinstance(schema.get("enum"), list):
-                value = "(" + " | ".join(self.text(str(text)) for text in schema["enum"]) + f") {self.text(after)}"
-            elif any(mark in after for mark in self._tokens):  # text contains no special tokens
-                value = f"{self._rule(ANY_TEXT)} {self.text(after)}"
-            else:
-                value = self._rule(ANY_TEXT, f"[suffix={json.dumps(after)}]")
-        elif self._layout.quote and not (isinstance(schema, dict) and schema.get("type") in BARE):
+        kinds = alternatives(schema, arguments)
+        texts = [kind for kind in kinds if kind.get("type") == "string"]
+        others = [kind for kind in kinds if kind.get("type") != "string"]
+        if self._layout.quote and any(kind.get("type") not in BARE for kind in others):
             raise AdaptiveError(
                 f"tools: a call with a parameter like {key[:64]!r} cannot be forced from this model, nor offered "
                 "beside a format, only one with texts, numbers and booleans"
             )
+        if not texts:
+            return self._rule(f"{self.text(before)} {self._json(schema, arguments)} {self.text(after)}")
+        any_text = any("enum" not in kind for kind in texts)
+        if any_text and not self._layout.quote:
+            others = []  # without quotes, what any other value is written as is a text too
+        listed = None if any_text else [str(text) for kind in texts for text in kind["enum"]]
+        values = [self._text(before, listed, after)]
+        values += [f"{self.text(before)} {self._json(kind, arguments)} {self.text(after)}" for kind in others]
+        return self._rule(" | ".join(values))
+
+    def _text(self, before: str, listed: Sequence[str] | None, after: str) -> str:
+        """One of the ``listed`` texts (None: any text) between ``before`` and ``after``, in quotes if there are any."""
+        before, after = before + self._layout.quote, self._layout.quote + after
+        if listed is not None:
+            value = f"({' | '.join(map(self.text, listed))}) {self.text(after)}"
+        elif any(mark in after for mark in self._tokens):  # text contains no special tokens
+            value = f"{self._rule(ANY_TEXT)} {self.text(after)}"
         else:
-            value = f"{self._json(schema, arguments)} {self.text(after)}"
-        return self._rule(f"{self.text(before)} {value}")
+            value = self._rule(ANY_TEXT, f"[suffix={json.dumps(after)}]")
+        return f"{self.text(before)} {value}"
 
     def _json(self, schema: Any, around: Any) -> str:
         """A rule for JSON by ``schema``, which may refer to definitions of the schema ``around`` it."""

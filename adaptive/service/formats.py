@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+from adaptive.service.values import kinds_of, typed
+
 # Contents of a region: a call, thinking, or visible text.
 Kind = Literal["call", "thought", "text"]
 
@@ -46,10 +48,11 @@ class Region:
     first: bool = False
 
 
-# By tool name and parameter name: the parameter's type, if the schema has one.
-Types = Mapping[str, Mapping[str, Any]]
-# Converts the text before a region and the text in it to calls, or to visible text. Raises ValueError for neither.
-Read = Callable[[str, str, Types], list["Call | str"]]
+# By tool name and parameter name: the types that the parameter may have; empty if the schema has none.
+Types = Mapping[str, Mapping[str, frozenset[str]]]
+# Converts the text before a region and the text in it to calls, or to visible text. The last argument is whether a mark
+# has closed the region, and not the end of the answer. Raises ValueError for neither.
+Read = Callable[[str, str, Types, bool], list["Call | str"]]
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,9 @@ class Format:
     """The format of one family. ``marks`` are texts that must not be omitted when decoding if they are special tokens.
 
     Text outside regions is visible unless ``loose`` is False. ``short_ids``: the template only accepts call ids of nine
-    letters and digits. ``thoughts`` is the field of a message from which the template reads thinking. ``head`` matches
-    the beginning of a call's region, including the opening mark if that is part of the contents, up to arguments that
-    are written as JSON (``partial.py``).
+    letters and digits. ``single``: it only accepts one call per message. ``thoughts`` is the field of a message from
+    which the template reads thinking. ``head`` matches the beginning of a call's region, including the opening mark if
+    that is part of the contents, up to arguments that are written as JSON (``partial.py``).
     """
 
     regions: tuple[Region, ...] = ()
@@ -90,6 +93,7 @@ class Format:
     layout: Layout | None = None
     loose: bool = True
     short_ids: bool = False
+    single: bool = False
     thoughts: str = "reasoning_content"
     head: re.Pattern[str] | None = None
 
@@ -123,30 +127,19 @@ def _objects(text: str) -> list[Any]:
     return found
 
 
-def _read_objects(before: str, body: str, types: Types) -> list[Call | str]:
+def _read_objects(before: str, body: str, types: Types, closed: bool) -> list[Call | str]:
     calls: list[Call | str] = [_of_object(value) for value in _objects(body)]
     if not calls:
         raise ValueError("empty")
     return calls
 
 
-def _read_bare(before: str, body: str, types: Types) -> list[Call | str]:
+def _read_bare(before: str, body: str, types: Types, closed: bool) -> list[Call | str]:
     """Read JSON that no mark tells from an answer in JSON: calls only if every name is that of an offered tool."""
     calls = [_of_object(value) for value in _objects(body)]
     if not calls or any(call.name not in types for call in calls):
         raise ValueError("no call of an offered tool")
     return [*calls]
-
-
-def _typed(text: str, kind: Any) -> Any:
-    """The value of a parameter that was written as plain text, by its type ``kind`` in the schema."""
-    kinds = kind if isinstance(kind, list) else [kind]
-    if "string" in kinds and not (text == "null" and "null" in kinds):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 # Qwen 3 Coder, Qwen 3.5 and later; GLM 4.5 and later. A value may contain such tags itself.
@@ -158,19 +151,28 @@ _ARGUMENT = re.compile(
 )
 
 
-def _read_tool_call(before: str, body: str, types: Types) -> list[Call | str]:
-    """Read the text between ``<tool_call>`` marks: JSON, or one of two kinds of tags."""
-    for outer, inner in ((_TAGGED, _PARAMETER), (_NAME, _ARGUMENT)):
-        if (found := outer.match(body.strip())) is not None:
+def _read_tool_call(before: str, body: str, types: Types, closed: bool) -> list[Call | str]:
+    """Read the text between ``<tool_call>`` marks: JSON, or one of two kinds of tags.
+
+    Raises ValueError for tags that the end of the answer has cut: the parameters until there are no whole call.
+    """
+    body = body.strip()
+    for outer, inner, whole in (
+        (_TAGGED, _PARAMETER, closed or body.endswith("</function>")),
+        (_NAME, _ARGUMENT, closed),
+    ):
+        if (found := outer.match(body)) is not None:
             name, within = found[1].strip(), (found[2] or "").strip()
             if not within and name not in types:
                 raise ValueError("a word and no call")
-            known = types.get(name, {})
-            return [called(name, {key: _typed(value, known.get(key)) for key, value in inner.findall(within)})]
-    return _read_objects(before, body, types)
+            if not whole or inner.sub("", within).strip():
+                raise ValueError("a call that is not whole")
+            known, pairs = types.get(name, {}), inner.findall(within)
+            return [called(name, {key: typed(value, known.get(key, frozenset())) for key, value in pairs})]
+    return _read_objects(before, body, types, closed)
 
 
-def _read_gemma(quote: str, before: str, body: str, types: Types) -> list[Call | str]:
+def _read_gemma(quote: str, before: str, body: str, types: Types, closed: bool) -> list[Call | str]:
     """Read ``call:name{key:value}``, with texts between two ``quote`` marks and keys without quotes."""
     found = re.fullmatch(r"\s*call:([^{\s]+)\s*(\{.*\})\s*", body, re.DOTALL)
     if found is None:
@@ -181,16 +183,16 @@ def _read_gemma(quote: str, before: str, body: str, types: Types) -> list[Call |
     return [called(found[1], json.loads("".join(pieces)))]
 
 
-def _read_mistral(before: str, body: str, types: Types) -> list[Call | str]:
+def _read_mistral(before: str, body: str, types: Types, closed: bool) -> list[Call | str]:
     """Read a JSON list of calls, or the name of one call followed by its arguments."""
     found = re.fullmatch(r"\s*([\w.-]+)(?:\[CALL_ID\]\s*(\w+))?\s*(?:\[ARGS\])?\s*(\{.*)", body, re.DOTALL)
     if found is None:
-        return _read_objects(before, body, types)
+        return _read_objects(before, body, types, closed)
     call = called(found[1], json.loads(found[3]))
     return [replace(call, id=found[2]) if found[2] else call]
 
 
-def _read_harmony(before: str, body: str, types: Types) -> list[Call | str]:
+def _read_harmony(before: str, body: str, types: Types, closed: bool) -> list[Call | str]:
     """Read a message of gpt-oss: a call if its header names a tool as the recipient, else visible text."""
     header, mark, said = body.partition("<|message|>")
     if not mark:
@@ -313,13 +315,16 @@ FAMILIES: tuple[tuple[tuple[str, ...], Format], ...] = (
         ),
     ),
 )
-# The regions of thinking, each with a text that the chat template contains. The first match applies.
+# The regions of thinking, each with a text that the chat template contains. The first match applies. A mark later in
+# an answer is text, such as code that contains it.
 THOUGHTS: tuple[tuple[str, Region], ...] = (
-    ("</think>", Region("thought", "<think>", ("</think>",))),
-    ("<think>", Region("thought", "<think>", ("</think>",))),
-    ("[THINK]", Region("thought", "[THINK]", ("[/THINK]",))),
-    ("<|channel>", Region("thought", "<|channel>thought", ("<channel|>",))),
+    ("</think>", Region("thought", "<think>", ("</think>",), first=True)),
+    ("<think>", Region("thought", "<think>", ("</think>",), first=True)),
+    ("[THINK]", Region("thought", "[THINK]", ("[/THINK]",), first=True)),
+    ("<|channel>", Region("thought", "<|channel>thought", ("<channel|>",), first=True)),
 )
+# A text in chat templates that refuse several calls in one message. Those of Llama 3 raise it as an error.
+SINGLE = "single tool-call"
 
 
 @functools.lru_cache(maxsize=8)
@@ -330,17 +335,18 @@ def format_of(template: str) -> Format:
         return found
     thoughts = next(((region,) for shown, region in THOUGHTS if shown in template), ())
     marks = {mark: None for region in thoughts for mark in (region.opens, *region.closes)}
-    return replace(found, regions=thoughts + found.regions, marks=tuple({**dict.fromkeys(found.marks), **marks}))
+    all_marks = tuple({**dict.fromkeys(found.marks), **marks})
+    return replace(found, regions=thoughts + found.regions, marks=all_marks, single=SINGLE in template)
 
 
 def types_of(tools: Sequence[dict[str, Any]]) -> Types:
     """The types of the tools' parameters, from their schemas."""
-    known: dict[str, dict[str, Any]] = {}
+    known: dict[str, dict[str, frozenset[str]]] = {}
     for tool in tools:
         function = function_of(tool)
         if isinstance(name := function.get("name"), str):
-            pairs = properties_of(function).items()
-            known[name] = {key: value.get("type") for key, value in pairs if isinstance(value, dict)}
+            around = function.get("parameters")
+            known[name] = {key: kinds_of(value, around) for key, value in properties_of(function).items()}
     return known
 
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from adaptive.errors import AdaptiveError
 from adaptive.grammar import Grammar, json_schema, notation
+from adaptive.service.errors import problem_of
 from adaptive.service.formats import function_of
 from adaptive.types import Message, SamplingParams, StopParams
 
@@ -117,8 +118,9 @@ class ChatMessage(LooseModel):
     def for_template(self) -> dict[str, Any]:
         """The message in the form that chat templates expect."""
         extra = self.model_dump(include={"name", "tool_calls", "tool_call_id", "reasoning_content"}, exclude_none=True)
-        if self.tool_calls is not None:
-            extra["tool_calls"] = [_with_arguments(call) for call in self.tool_calls]
+        calls = extra.pop("tool_calls", [])
+        if calls:  # some templates refuse an empty list
+            extra["tool_calls"] = [_with_arguments(call) for call in calls]
         return {"role": self.role, "content": self.said(), **extra}
 
     def for_log(self) -> Message:
@@ -292,8 +294,8 @@ def chat_request(fields: dict[str, Any]) -> ChatRequest:
     try:
         return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
-        first = error.errors()[0]
-        raise AdaptiveError(f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}") from error
+        field, reason = problem_of(error.errors())
+        raise AdaptiveError(f"{field}: {reason}") from error
 
 
 class CompletionRequest(Common):

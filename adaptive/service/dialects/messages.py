@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -33,6 +34,10 @@ from adaptive.service.schemas import (
 from adaptive.service.streams import COMPLETION, Served, data_line
 
 MESSAGES = "/v1/messages"
+# Lines that Claude Code writes before its system prompt. They are for Anthropic's servers, and differ in each request.
+HEADER_LINES = re.compile(r"\A(?:x-anthropic-[^\n]*(?:\n|\Z))+")
+# The session in Claude Code's ``user_id``, after the user and the account.
+SESSION = re.compile(r"\A(user_.+)_session_[0-9A-Za-z-]+\Z")
 
 
 class TextBlock(LooseModel):
@@ -151,6 +156,19 @@ class Metadata(LooseModel):
 
     user_id: str | None = None
 
+    def user(self) -> str | None:
+        """The user without the session, which Claude Code writes into the same field: as the end of a text, or in a
+        JSON object."""
+        said = self.user_id
+        if said is None or not said.startswith("{"):
+            return said if said is None else SESSION.sub(r"\1", said)
+        try:
+            parts = json.loads(said)
+        except (ValueError, RecursionError):
+            return said
+        parts.pop("session_id", None)
+        return json.dumps(parts, sort_keys=True) if parts else None
+
 
 class MessagesRequest(RequestBody):
     """``POST /v1/messages`` and ``/v1/messages/count_tokens``."""
@@ -179,9 +197,7 @@ class MessagesRequest(RequestBody):
     def translated(self) -> ChatRequest:
         """The request as OpenAI's chat. Raises AdaptiveError for unsupported fields."""
         self.refuse_unknown()
-        if self.messages[-1].role == "assistant":
-            raise AdaptiveError("messages: the last one is the assistant's, and to go on with it is not served")
-        system = [{"role": "system", "content": texts(self.system)}] if self.system else []
+        system = [{"role": "system", "content": said}] if (said := self._system()) else []
         config = self.output_config or OutputConfig()
         wanted = config.format or self.output_format
         choice = self.tool_choice
@@ -198,7 +214,7 @@ class MessagesRequest(RequestBody):
                 "tool_choice": None if choice is None else choice.translated(),
                 "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
                 "reasoning_effort": self._effort(config),
-                "user": None if self.metadata is None else self.metadata.user_id,
+                "user": None if self.metadata is None else self.metadata.user(),
                 "store": self.store,
                 "response_format": None
                 if wanted is None
@@ -206,9 +222,20 @@ class MessagesRequest(RequestBody):
             }
         )
 
-    def _effort(self, config: OutputConfig) -> Effort | None:
+    def refuse_continuation(self) -> None:
+        """Raise AdaptiveError if the last message is the beginning of the answer, which is only counted."""
+        if self.messages[-1].role == "assistant":
+            raise AdaptiveError("messages: the last one is the assistant's, and to go on with it is not served")
+
+    def _system(self) -> str:
+        """The system prompt, without header lines at the beginning of its blocks."""
+        blocks = [self.system] if isinstance(self.system, str) else [block.said() for block in self.system or ()]
+        return "".join(HEADER_LINES.sub("", text) for text in blocks)
+
+    def _effort(self, config: OutputConfig) -> Effort:
+        """How much to think. As in Anthropic's API, nothing if the client asks for neither thinking nor an effort."""
         if self.thinking is None:
-            return config.effort
+            return config.effort or "none"
         return "none" if self.thinking.type == "disabled" else config.effort or "medium"
 
 
@@ -217,6 +244,7 @@ def add_messages(app: FastAPI, api: Api) -> None:
 
     @app.post(MESSAGES, responses={**COMPLETION, **ANTHROPIC_REFUSALS}, response_class=Response)
     async def messages(body: MessagesRequest, request: Request) -> Response:
+        body.refuse_continuation()
         return await api.chat(body.translated(), request, MessageWriter)
 
     @app.post(f"{MESSAGES}/count_tokens", responses=ANTHROPIC_REFUSALS)
