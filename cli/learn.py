@@ -33,6 +33,15 @@ def learn(
             rich_help_panel=PROXY,
         ),
     ] = None,
+    model: Annotated[
+        Optional[str],
+        typer.Option(
+            help="The target's name at a server with several models, whose others are not logged; by default the first "
+            "one that it lists.",
+            metavar="NAME",
+            rich_help_panel=PROXY,
+        ),
+    ] = None,
     connections: Annotated[
         int, typer.Option(min=1, help="Requests that may be with the server at a time.", rich_help_panel=PROXY)
     ] = 64,
@@ -76,4 +85,4 @@ def learn(
         )
     show_migrations()
     state = open_state(settings.state_dir, pair_identity(settings).id)
-    server.learn(settings, state, url, kind, connections)
+    server.learn(settings, state, url, kind, connections, model)

@@ -50,6 +50,14 @@ def publish(
     engine: Annotated[
         Optional[str], typer.Option(help="llama-server, vllm, sglang or adaptive.", rich_help_panel=SERVER)
     ] = None,
+    model: Annotated[
+        Optional[str],
+        typer.Option(
+            help="The target's name at the server; by default the first one that it lists.",
+            metavar="NAME",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
     to: Annotated[Optional[Path], typer.Option(help="Folder of the drafts; by default the pair's own.")] = None,
     start: Annotated[
         Optional[Path],
@@ -110,7 +118,8 @@ def publish(
     before = None
     if url is not None:
         with console.status("measuring the server as it is"):
-            before = measure(url, key, asked, max_tokens)
+            before = measure(url, key, asked, max_tokens, model, wait)
+        asked = [list(prompt) for prompt in before.prompts]
     store = AdapterStore(state.adapters)
     manifest = _in_use(store)
     with console.status("writing the draft"):
@@ -144,7 +153,7 @@ def publish(
     if restart is not None:
         assert url is not None
         assert before is not None
-        running = trial.Server(url, key, kind, restart, file, wait, asked, max_tokens)
+        running = trial.Server(url, key, kind, restart, file, wait, asked, max_tokens, model)
         with console.status("restarting the server, and measuring it"):
             tried = trial.settle(running, before, draft, length, None if chosen else tokens, _remembered(state))
         rolled_back, length = tried.worse is not None, tried.length

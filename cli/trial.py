@@ -46,7 +46,8 @@ class Tried:
 @dataclass(frozen=True)
 class Server:
     """The server, which the user's ``command`` restarts, and the ``file`` with its start command, if there is one.
-    ``asked`` are the prompts of a measurement, whose answers have up to ``max_tokens`` tokens."""
+    ``asked`` are the prompts of a measurement, whose answers have up to ``max_tokens`` tokens, and ``model`` the
+    target's name, None for the first one that the server lists."""
 
     url: str
     key: str | None
@@ -56,10 +57,11 @@ class Server:
     wait_s: float
     asked: Sequence[Sequence[int]]
     max_tokens: int
+    model: str | None = None
 
     def measure(self) -> Measured:
         """Measure its answers now. Raises AdaptiveError."""
-        return measure(self.url, self.key, self.asked, self.max_tokens)
+        return measure(self.url, self.key, self.asked, self.max_tokens, self.model, self.wait_s)
 
     def use(self, draft: Path, length: int) -> None:
         """Restart it with ``draft``. Raises AdaptiveError."""
@@ -170,11 +172,13 @@ def worse_than(before: Measured, after: Measured) -> str | None:
     Compares the probability that a drafted token is accepted if both are known, else tokens a round if both are known,
     else the speed.
     """
+    if len(after.answers) < len(before.answers):
+        return "it refuses prompts that it answered before"
+    if after.drafted == 0:
+        return "it drafts nothing"
     one, other = each_accepted(before), each_accepted(after)
     if one is not None and other is not None:
         return f"acceptance fell from {one:.3f} to {other:.3f} a token" if other < one - FELL else None
-    if one is not None and after.drafted == 0:
-        return "it drafts nothing any more"
     if before.length and after.length:
         fell = after.length < before.length - FELL
         return f"tokens a round fell from {before.length:.2f} to {after.length:.2f}" if fell else None

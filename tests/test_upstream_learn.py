@@ -206,6 +206,8 @@ def test_nothing_is_kept_without_a_record(tmp_path: Path, server: Server) -> Non
     [
         ((), "--upstream"),
         (("--upstream", "ftp://x"), "must be an address"),
+        (("--upstream", "http://[::1"), "must be an address"),
+        (("--upstream", "http://127.0.0.1:99999"), "must be an address"),
         (("--upstream", "http://x", "--engine", "abacus"), "llama-server"),
         (("--upstream", "http://x", "--host", "0.0.0.0"), "--api-key-file"),
     ],

@@ -10,8 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from served_here import on_a_thread
 from test_upstream_proxy import ASK, CHAT, FIRST, Make, Stage, logprobs, say, stage
-from upstream_server import CLOSE, STREAM, Heard, chunk, plain, until
+from upstream_server import CLOSE, STREAM, Heard, chunk, plain, scripted, until
+
+from adaptive.upstream.logbook import MOST_REASONS
+from adaptive.upstream.proxy import Proxy
+from adaptive.upstream.server import Door
 
 __all__ = ["stage"]  # a fixture
 
@@ -194,3 +199,64 @@ def test_what_is_no_chat_of_text_is_not_logged_and_passes(stage: Make) -> None:
     assert [heard.body for heard in here.server.asked(CHAT)[1:]] == broken
     until(lambda: here.book.counts["missed"] == 1)
     assert "more than text" in next(iter(here.book.problems))
+
+
+def test_answers_of_other_models_pass_and_are_not_logged(stage: Make) -> None:
+    """A server with several models, of which the second is another name of the first."""
+    listed = [
+        {"id": "base", "owned_by": "vllm", "root": "/base", "parent": None},
+        {"id": "name", "owned_by": "vllm", "root": "/base", "parent": None},
+        {"id": "lora", "owned_by": "vllm", "root": "/lora", "parent": "base"},
+    ]
+    said = plain(json.dumps({"data": listed}).encode(), more=CLOSE)
+    here = stage(lambda h, c: c.sendall(said) if h.path == "/v1/models" else say(h, c), kind="several")
+    body = json.dumps({**ASK, "model": "lora"}).encode()
+    assert httpx.post(here.url + CHAT, content=body).status_code == 200
+    assert here.server.asked(CHAT)[0].body == body
+    assert here.proxy.status()["log"]["missed"] == 1
+    assert "another model" in next(iter(here.proxy.status()["log"]["why_not"]))
+    for more in ({"model": "base"}, {"model": "name"}, {}):
+        assert httpx.post(here.url + CHAT, json={**ASK, **more}).status_code == 200
+    assert len(here.logged(3)) == 3
+    assert here.book.counts["missed"] == 1
+    assert len(here.server.asked("/v1/models")) == 1
+
+
+@pytest.mark.parametrize("more", [{"echo": True}, {"best_of": 3}, {"continue_final_message": True}])
+def test_what_is_not_written_as_it_is_shown_is_not_logged(stage: Make, more: dict[str, object]) -> None:
+    here = stage(say)
+    for path, asked in (("/v1/completions", {"prompt": "Once"}), (CHAT, ASK)):
+        body = json.dumps({**asked, **more}).encode()
+        direct, through = (httpx.post(url + path, content=body) for url in (here.server.url, here.url))
+        assert through.content == direct.content
+        assert {heard.body for heard in here.server.asked(path)} == {body}
+    httpx.post(here.url + CHAT, json=ASK)
+    assert len(here.logged(1)) == 1
+    assert here.book.counts["missed"] == 2
+    assert next(iter(more)) in next(iter(here.book.problems))
+
+
+def test_reasons_are_counted_without_their_numbers_and_do_not_become_many(stage: Make) -> None:
+    book = stage(say).book
+    for number in range(300):
+        book.leave_out(f"the server counts {number} tokens")
+    assert book.problems == {"the server counts N tokens": 300}
+    for number in range(300):
+        book.leave_out("x" * number)
+    assert len(book.problems) <= MOST_REASONS + 1
+    assert sum(book.problems.values()) == book.counts["missed"] == 600
+
+
+def test_a_preflight_needs_no_key() -> None:
+    """A browser cannot send one with it, and the server says what it allows."""
+    allowed = plain(b"", more=f"Access-Control-Allow-Origin: *\r\n{CLOSE}")
+    with scripted(lambda heard, connection: connection.sendall(allowed)) as server:
+        proxy = Proxy(server.url, None, 4)
+        with on_a_thread(Door(proxy, "secret"), server_header=False, date_header=False) as url:
+            preflight = {"Origin": "http://page.example", "Access-Control-Request-Method": "POST"}
+            answer = httpx.options(url + CHAT, headers=preflight)
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "*")
+            assert [heard.head.split()[0] for heard in server.heard] == ["OPTIONS"]
+            assert httpx.options(url + CHAT).status_code == 401
+            assert httpx.post(url + CHAT, json=ASK, headers=preflight).status_code == 401
+            assert len(server.heard) == 1

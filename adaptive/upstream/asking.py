@@ -45,6 +45,18 @@ def read(body: bytes, chat: bool) -> Asked | None:
     return Asked(body, said, chat, added=False) if isinstance(said, dict) else None
 
 
+def unlogged(said: Mapping[str, Any]) -> str | None:
+    """Why answers to the request ``said`` are not logged: if what is shown is not what the model wrote behind the
+    prompt, or not as it was drawn. None if they are."""
+    if said.get("echo"):
+        return "it repeats its prompt (echo)"
+    if (said.get("best_of") or 1) != 1:
+        return "it was chosen among several (best_of)"
+    if said.get("continue_final_message"):
+        return "it continues a message (continue_final_message)"
+    return None
+
+
 def with_logprobs(asked: Asked, kind: Kind, alternatives: int) -> Asked:
     """The request with log-probabilities added; unchanged if it has them already or the server cannot give them."""
     said = asked.said
@@ -53,7 +65,7 @@ def with_logprobs(asked: Asked, kind: Kind, alternatives: int) -> Asked:
         return asked
     if kind is LLAMA_SERVER and said.get("n_probs"):
         return asked  # llama.cpp's own field for them
-    if not asked.chat and (said.get("echo") or said.get("suffix") or (said.get("best_of") or 1) != 1):
+    if unlogged(said) is not None or (not asked.chat and said.get("suffix")):
         return asked
     if kind is LLAMA_SERVER and asked.streamed and said.get("tools"):
         return asked  # the server refuses that

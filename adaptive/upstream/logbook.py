@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import re
 import threading
 import time
 from collections import Counter
@@ -43,6 +44,9 @@ ASK_S = 10.0
 # An answer is logged when no request has been open for REST_S seconds, and at the latest PATIENCE_S seconds after its
 # end. Too low: logging, and its own requests to the server, delay the next answer. Too high: more answers wait.
 REST_S, PATIENCE_S = 0.05, 2.0
+# Reasons for misses that are kept, without their numbers, and characters of one. Clients' words may be in them, so that
+# there may be any number.
+MOST_REASONS, LONGEST_REASON = 100, 400
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Logbook:
         """``folder`` is the target's checkpoint, ``url`` the server's."""
         self.writer = writer
         self.counts: Counter[str] = Counter()
-        self.problems: Counter[str] = Counter()  # by reason in words: answers not logged
+        self.problems: Counter[str] = Counter()  # by reason in words, without its numbers: answers not logged
         self._vocabulary = Vocabulary(tokenizer)
         self._folder = folder
         self._client = httpx.Client(base_url=url, timeout=ASK_S, trust_env=False, verify=trusted())
@@ -104,7 +108,7 @@ class Logbook:
             self._waiting += 0 if full else exchange.collected.tokens
             self.waiting += not full
         if full:
-            self._missed("more answers came than could be logged")
+            self.leave_out("more answers came than could be logged")
         else:
             self._queue.put((exchange, time.monotonic()))
 
@@ -137,19 +141,25 @@ class Logbook:
         try:
             yield
         except AdaptiveError as error:
-            self._missed(str(error))
+            self.leave_out(str(error))
         except Exception as error:  # of any kind, by an unexpected answer
-            self._missed(f"{type(error).__name__}: {error}")
+            self.leave_out(f"{type(error).__name__}: {error}")
 
-    def _missed(self, reason: str) -> None:
+    def leave_out(self, reason: str) -> None:
+        """Count an answer that is not logged. ``reason`` in words may contain numbers and a client's words."""
+        known = re.sub(r"\d+", "N", reason[:LONGEST_REASON])
+        if known not in self.problems and len(self.problems) >= MOST_REASONS:
+            known = "other reasons"
         self.counts["missed"] += 1
-        self.problems[reason] += 1
-        if self.problems[reason] == 1:
-            logger.warning("an answer is not logged: %s", reason)
+        self.problems[known] += 1
+        if self.problems[known] == 1:
+            logger.warning("an answer is not logged: %s", reason[:LONGEST_REASON])
 
     def _log(self, exchange: Exchange) -> None:
         """Log the answers of an exchange. Raises AdaptiveError if none of them can be logged."""
         asked, collected = exchange.asked, exchange.collected
+        if collected.long:
+            raise AdaptiveError("it is too long to be held in memory")
         if collected.failed or not collected.choices:
             return  # there is no answer
         if collected.tokens > MOST_TOKENS:

@@ -13,9 +13,14 @@ import httpx
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.tls import trusted
 from adaptive.upstream.kinds import ADAPTIVE, Kind, kind_of
+from adaptive.upstream.models import served
 
 # Timeout in seconds of one answer; a large model on a small machine takes minutes.
 ANSWER_S = 600.0
+# Seconds between two requests to a server that loads its model.
+AGAIN_S = 0.2
+# Characters of a refusal that are shown.
+LONGEST_REASON = 300
 # Names, without the engine's prefix, of the counters of drafted and accepted tokens, and of SGLang's gauge of tokens a
 # round.
 DRAFTED, ACCEPTED = "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"
@@ -49,12 +54,13 @@ class Counted:
 @dataclass(frozen=True)
 class Measured:
     """Some answers together. ``drafted`` and ``accepted`` are the totals, None if unknown. ``length`` is the server's
-    own mean of tokens a round, None if it has none."""
+    own mean of tokens a round, None if it has none. ``prompts`` are those that were answered, in their order."""
 
     answers: tuple[Answered, ...]
     drafted: int | None
     accepted: int | None
     length: float | None
+    prompts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def acceptance(self) -> float | None:
@@ -67,35 +73,67 @@ class Measured:
         return sum(one.tokens for one in self.answers) / max(1e-9, sum(one.seconds for one in self.answers))
 
 
+class RefusedError(AdaptiveError):
+    """The server refuses a prompt, such as one that is too long for its context."""
+
+
 def find_kind(url: str, key: str | None) -> Kind:
     """The kind of the server at ``url``. Raises AdaptiveError if it does not answer."""
     with _client(url, key) as client:
         return kind_of(_models(client))
 
 
-def measure(url: str, key: str | None, prompts: Sequence[Sequence[int]], max_tokens: int) -> Measured:
+def measure(
+    url: str,
+    key: str | None,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    model: str | None = None,
+    wait_s: float = 0.0,
+) -> Measured:
     """Measure the server's greedy answers to ``prompts`` (token ids), requested one after the other and not logged.
+    ``model`` is the target's name there, None for the first one that the server lists.
 
-    Raises AdaptiveError if the server does not answer.
+    Each prompt is asked for one token first, so that the server's prompt cache contains it in every measurement. While
+    the server answers that it is not ready (503), it is asked again, for up to ``wait_s`` seconds. Prompts that it
+    refuses are left out. Raises AdaptiveError if the server does not answer, or refuses all of them.
     """
+    until = time.monotonic() + wait_s
+    answers: list[Answered] = []
+    answered: list[tuple[int, ...]] = []
+    before: Counted | None = None
+    refusal: RefusedError | None = None
     with _client(url, key) as client:
         said = _models(client)
-        data = said.get("data") if isinstance(said, dict) else None
-        model = data[0].get("id", "") if isinstance(data, list) and data else ""
-        more = {"store": False} if kind_of(said) is ADAPTIVE else {}
-        before = counted(_metrics(client))
-        answers = tuple(
-            _answered(client, {"model": model, "prompt": list(ids), "max_tokens": max_tokens, "temperature": 0, **more})
-            for ids in prompts
-        )
+        body: dict[str, Any] = {"model": served(said, model).name, "temperature": 0}
+        if kind_of(said) is ADAPTIVE:
+            body["store"] = False
+        for ids in prompts:
+            body["prompt"] = list(ids)
+            try:
+                _answered(client, {**body, "max_tokens": 1}, until)
+                before = before or counted(_metrics(client))
+                answers.append(_answered(client, {**body, "max_tokens": max_tokens}, until))
+                answered.append(tuple(ids))
+            except RefusedError as error:
+                refusal = error
         after = counted(_metrics(client))
+    if refusal is not None and not answers:
+        raise refusal
+    return _together(tuple(answers), before or after, after, tuple(answered))
+
+
+def _together(
+    answers: tuple[Answered, ...], before: Counted, after: Counted, prompts: tuple[tuple[int, ...], ...]
+) -> Measured:
+    """``before`` and ``after`` are the server's metrics before the answers and after them."""
     if all(one.drafted is not None and one.accepted is not None for one in answers):
         drafted, accepted = (sum(getattr(one, name) for one in answers) for name in ("drafted", "accepted"))
-        return Measured(answers, drafted, accepted, None)
+        return Measured(answers, drafted, accepted, None, prompts)
     if None in (before.drafted, before.accepted, after.drafted, after.accepted):
-        return Measured(answers, None, None, after.length)
+        return Measured(answers, None, None, after.length, prompts)
     grown = (after.drafted or 0) - (before.drafted or 0), (after.accepted or 0) - (before.accepted or 0)
-    return Measured(answers, int(grown[0]), int(grown[1]), after.length)
+    return Measured(answers, int(grown[0]), int(grown[1]), after.length, prompts)
 
 
 def counted(metrics: str) -> Counted:
@@ -132,10 +170,19 @@ def _metrics(client: httpx.Client) -> str:
     return answer.text if answer.status_code == 200 else ""
 
 
-def _answered(client: httpx.Client, body: dict[str, Any]) -> Answered:
-    began = time.perf_counter()
+def _answered(client: httpx.Client, body: dict[str, Any], until: float) -> Answered:
+    """The answer to ``body``, requested again until the time ``until`` while the server is not ready. Raises
+    RefusedError if the server does not take the prompt, else AdaptiveError."""
     try:
-        answer = client.post("/v1/completions", json=body)
+        while True:
+            began = time.perf_counter()
+            answer = client.post("/v1/completions", json=body)
+            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or time.monotonic() >= until:
+                break
+            time.sleep(AGAIN_S)
+        if answer.status_code == httpx.codes.BAD_REQUEST:
+            why = " ".join(answer.text.split())[:LONGEST_REASON]
+            raise RefusedError(f"the server at {client.base_url} refuses every prompt of the log: {why}")
         answer.raise_for_status()
         said = answer.json()
         tokens, choice = int(said["usage"]["completion_tokens"]), said["choices"][0]

@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from adaptive.service.errors import error_object
 from adaptive.tls import trusted
-from adaptive.upstream.asking import PATHS, Asked, read, with_logprobs
+from adaptive.upstream.asking import PATHS, Asked, read, unlogged, with_logprobs
 from adaptive.upstream.events import Passage
 from adaptive.upstream.kinds import UNKNOWN, WANTED, Kind, kind_of
 from adaptive.upstream.logbook import Exchange, Logbook
+from adaptive.upstream.models import Served, served
 
 logger = logging.getLogger("adaptive.upstream")
 
@@ -36,16 +37,22 @@ OPT_OUT = b"x-adaptive-record"
 # Seconds to reach the server, and between an answer and the end of an idle connection to it: less than servers keep
 # one (5 s with most), so that no request goes into one that has just been closed.
 CONNECT_S, IDLE_S = 10.0, 3.0
-# Bytes of a request or of an answer that is looked into. A longer one passes without being held in memory.
+# Bytes of a request that is looked into. A longer one passes without being held in memory.
 MOST_READ = 32 << 20
+# Bytes of an answer that are read without a thread. Too low: short answers are later. Too high: other requests wait.
+QUICK = 256 << 10
 # What a server answers that does not take the fields that were added: llama.cpp's some of it with 500.
 REFUSALS = frozenset({400, 404, 422, 500, 501})
+# What a server answers that has no list of its models.
+UNLISTED = frozenset({404, 405, 501})
 # Fewer alternatives a token, which are asked for where a server does not give as many as its kind does.
 FEWER = (20, 5, 0)
 # Refusals in a row that mean fewer. Too low: a server that fails once by chance is asked for fewer from then on. Too
 # high: more requests are sent twice.
 IN_A_ROW = 2
 STATUS = "/adaptive/upstream"
+# Says of an answer's length that it is the server's.
+SAME = -1
 # How a connection ends that is closed before an answer has begun.
 CLOSED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 
@@ -71,13 +78,18 @@ class Counts:
 class Proxy:
     """The ASGI application in front of the server at ``url``."""
 
-    def __init__(self, url: str, logbook: Logbook | None, most: int, kind: Kind | None = None) -> None:
+    def __init__(
+        self, url: str, logbook: Logbook | None, most: int, kind: Kind | None = None, model: str | None = None
+    ) -> None:
         """``logbook`` None logs nothing. At most ``most`` requests are with the server at a time; others wait. ``kind``
-        None finds it out."""
+        None finds it out. ``model``: the target's name at the server, whose other models are not logged; None takes the
+        first one that the server lists."""
         self.url = url.rstrip("/")
         self.logbook = logbook
         self.counts = Counts()
         self.kind = kind
+        self.served: Served | None = None  # the target among the server's models, once these are known
+        self._model = model
         self.training: Callable[[], dict[str, Any]] | None = None  # what background training does, for people
         self._most = WANTED  # alternatives a token that the server is known or believed to give
         self._refusals = 0  # in a row, of requests with that many
@@ -137,19 +149,32 @@ class Proxy:
         }
 
     async def known(self, key: str | None) -> Kind:
-        """The kind of the server, asked once; unknown while it does not answer."""
-        if self.kind is None:
+        """The kind of the server, asked once, as its models are; unknown while it does not answer."""
+        if self.served is None:
             headers = {} if key is None else {"Authorization": key}
             try:
                 answer = await self.client.get(f"{self.url}/v1/models", headers=headers, timeout=CONNECT_S)
                 said = answer.json() if answer.status_code == 200 else None
+                if said is not None or (self.kind is not None and answer.status_code in UNLISTED):
+                    self._found(said)
             except (httpx.HTTPError, ValueError):
-                said = None
-            if said is None:
-                return UNKNOWN
-            self.kind = kind_of(said)
+                pass
+        return self.kind or UNKNOWN
+
+    def _found(self, models: object) -> None:
+        """The server has said its models."""
+        self.served = served(models, self._model)
+        if self.kind is None:
+            self.kind = kind_of(models)
             logger.info("the server at %s is %s", self.url, self.kind.name)
-        return self.kind
+        if self.served.others:
+            logger.info("of its models, answers of %s are logged; --model names another", self.served.name)
+
+    def unlogged(self, said: Mapping[str, Any]) -> str | None:
+        """Why answers to the request ``said`` are not logged; None if they are."""
+        if self.served is not None and not self.served.is_target(said.get("model")):
+            return "it is of another model (--model names the one to log)"
+        return unlogged(said)
 
     def alternatives(self, kind: Kind) -> int:
         """How many a token are asked for."""
@@ -192,7 +217,15 @@ class _Passing:
             self.proxy.counts.private += private
             await self._pass(self._incoming())
             return
-        body = b"".join([piece async for piece in self._incoming()])
+        incoming = self._incoming()
+        pieces, size = [], 0
+        async for piece in incoming:
+            pieces.append(piece)
+            size += len(piece)
+            if size > MOST_READ:  # its length was not said
+                await self._pass(_behind(pieces, incoming))
+                return
+        body = b"".join(pieces)
         asked = read(body, chat)
         if asked is None or asked.said.get("store") is False:
             self.proxy.counts.private += asked is not None
@@ -208,6 +241,11 @@ class _Passing:
     async def _ask(self, asked: Asked, headers: dict[bytes, bytes]) -> None:
         key = headers[b"authorization"].decode("latin-1") if b"authorization" in headers else None
         kind = await self.proxy.known(key)
+        assert self.proxy.logbook is not None
+        if (why := self.proxy.unlogged(asked.said)) is not None:
+            self.proxy.logbook.leave_out(why)
+            await self._pass(asked.body)
+            return
         wanted = self.proxy.alternatives(kind)
         more = with_logprobs(asked, kind, wanted)
         async with self._sent(more.body, more.added) as response:
@@ -238,10 +276,15 @@ class _Passing:
                 await self._start(response)
             async for data in self._incoming_of(response):
                 first = first or time.perf_counter() - self.began
-                if out := passage.feed(data):
+                if not passage.too_long(data):
+                    out = passage.feed(data)
+                else:
+                    out = await asyncio.to_thread(passage.feed, data)
+                    await self._start(response, None if asked.added else SAME)
+                if out:
                     await self._send_body(out)
-            out = passage.rest(whole=True)
-            if not streamed:
+            out = await _rest(passage)
+            if not self.started:
                 await self._start(response, len(out))
             await self._send_body(out)
             await self._finish()
@@ -351,12 +394,14 @@ class _Passing:
         if watcher is not None:
             watcher.cancel()
 
-    async def _start(self, response: httpx.Response, length: int | None = None) -> None:
+    async def _start(self, response: httpx.Response, length: int | None = SAME) -> None:
         """Begin the answer with the server's status and headers; ``length`` is that of the body, where it is another
-        than the server's."""
+        than the server's, and None where it is not known yet."""
         headers = [(name.lower(), value) for name, value in response.headers.raw]
         headers = [(name, value) for name, value in headers if name not in HOP]
-        if length is not None:
+        if length is None:
+            headers = [(name, value) for name, value in headers if name != b"content-length"]
+        elif length != SAME:
             headers = [(n, b"%d" % length if n == b"content-length" else value) for n, value in headers]
         self.started = True
         await self.send({"type": "http.response.start", "status": response.status_code, "headers": headers})
@@ -367,6 +412,21 @@ class _Passing:
     async def _finish(self) -> None:
         self.unwatch()
         await self.send({"type": "http.response.body", "body": b""})
+
+
+async def _behind(pieces: list[bytes], more: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The ``pieces``, and then ``more``."""
+    for piece in pieces:
+        yield piece
+    async for piece in more:
+        yield piece
+
+
+async def _rest(passage: Passage) -> bytes:
+    """The remaining bytes of a whole answer. A long one is read on another thread, so that no other request waits."""
+    if passage.held <= QUICK:
+        return passage.rest(whole=True)
+    return passage.end(await asyncio.to_thread(passage.read))
 
 
 async def _say(send: Send, status: int, said: dict[str, Any]) -> None:

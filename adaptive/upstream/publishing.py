@@ -16,15 +16,9 @@ import httpx
 from adaptive.errors import AdaptiveError
 from adaptive.tls import trusted
 from adaptive.upstream.kinds import ADAPTIVE, LLAMA_SERVER, SGLANG, VLLM, Kind
+from adaptive.upstream.starts import COMMENT, program_ends
 from checkpoints import files
 
-# The word behind which options are put where the start command has none of them yet.
-PROGRAMS = {
-    LLAMA_SERVER.name: r"llama-server",
-    VLLM.name: r"vllm\s+serve|vllm\.entrypoints\.openai\.api_server",
-    SGLANG.name: r"sglang\.launch_server|sglang\s+serve",
-    ADAPTIVE.name: r"adaptive\s+serve|cli\.main\s+serve",
-}
 # Other names of the options that are written, and others that they replace (llama.cpp's ``common/arg.cpp``, vLLM's
 # ``arg_utils.py``, SGLang's ``server_args.py``). Of an option that a command has twice, the last one counts.
 OTHER_NAMES = {
@@ -34,9 +28,8 @@ OTHER_NAMES = {
     "--speculative-algorithm": ("--speculative-algo",),
     "--speculative-draft-model-path": ("--speculative-draft-model", "--speculative-draft"),
 }
-# Regular expressions for a shell script: a comment, what is between an option and its value, the value, and what comes
-# next. A value may have quoted and unquoted parts; only the first may go over several lines, and none is a command.
-COMMENT = r"(?:(?<=\s)|^)#[^\n]*"
+# Regular expressions for a shell script: what is between an option and its value, the value, and what comes next. A
+# value may have quoted and unquoted parts; only the first may go over several lines, and none is a command.
 BETWEEN = r"(?:\s|\\\r?\n)+|="
 PART = r"""'[^'\n]*'|"(?:[^"\\\n]|\\.)*"|\\[^\r\n]|[^\s\\'"`;&|<>()]"""
 WORD = rf"""(?!-)(?:'[^']*'|"(?:[^"\\]|\\.)*"|{PART})(?:{PART})*"""
@@ -58,7 +51,8 @@ def options(kind: Kind, draft: Path, length: int) -> dict[str, str]:
         return {"--spec-type": "draft-simple", "--spec-draft-model": str(draft), "--spec-draft-n-max": str(length)}
     if kind is VLLM:
         said = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": length}
-        return {"--speculative-config": json.dumps(said)}
+        # Without spaces, so that it may be a part of a YAML value.
+        return {"--speculative-config": json.dumps(said, separators=(",", ":"))}
     if kind is SGLANG:
         return {
             "--speculative-algorithm": "STANDALONE",
@@ -73,10 +67,11 @@ def options(kind: Kind, draft: Path, length: int) -> dict[str, str]:
 
 
 def edited(start: str, kind: Kind, wanted: dict[str, str]) -> str:
-    """The start command ``start`` with these options in the place of their old values, under any name, or behind the
+    """The start file ``start`` with these options in the place of their old values, under any name, or behind the
     program's name. Comments stay.
 
-    Raises AdaptiveError if the program is not in it, or an old value cannot be told.
+    Raises AdaptiveError if there is not exactly one command of the program to which options can be added, or an old
+    value cannot be told.
     """
     missing = []
     for name, value in wanted.items():
@@ -84,24 +79,23 @@ def edited(start: str, kind: Kind, wanted: dict[str, str]) -> str:
         start, count = _replaced(start, kind, name, written)
         if not count:
             missing.append(f"{name} {written}")
-    program = _program(start, kind)
     if not missing:
         return start
-    if program is None:
-        raise AdaptiveError(f"the start command does not name {kind.name}; put {' '.join(missing)} there by hand")
-    return f"{start[: program.end()]} {' '.join(missing)}{start[program.end() :]}"
-
-
-def _program(start: str, kind: Kind) -> re.Match[str] | None:
-    """Where the program's name stands, with all before it on its line."""
-    return re.search(rf"^(?!\s*#).*?(?:{PROGRAMS[kind.name]})\S*", start, re.MULTILINE)
+    ends = program_ends(start, kind)
+    if len(ends) != 1:
+        found = "more than one command" if ends else "no command"
+        told = " ".join(f"{name} {shlex.quote(value)}" for name, value in wanted.items())
+        raise AdaptiveError(
+            f"the start file has {found} of {kind.name} to which options can be added; put {told} there by hand"
+        )
+    return f"{start[: ends[0]]} {' '.join(missing)}{start[ends[0] :]}"
 
 
 def _replaced(start: str, kind: Kind, name: str, written: str) -> tuple[str, int]:
     """``start`` with ``written`` as the value of the option ``name``, and how often the option was there."""
     names = "|".join(map(_spelled, sorted((name, *OTHER_NAMES.get(name, ())), key=len, reverse=True)))
     option = rf"(?<![\w-])(?P<name>{names})(?![\w-])(?:(?P<between>{BETWEEN})(?P<value>{WORD})(?={END}))?"
-    program = _program(start, kind)
+    ends = program_ends(start, kind)
     found = 0
 
     def replace(match: re.Match[str]) -> str:
@@ -109,7 +103,7 @@ def _replaced(start: str, kind: Kind, name: str, written: str) -> tuple[str, int
         said, alone = match["name"], not start[: match.start()][-1:].strip()
         if said is None:
             return match[0]  # a comment
-        if not said.startswith("--") and not (alone and program and match.start() >= program.end()):
+        if not said.startswith("--") and (not alone or (ends and match.start() < ends[0])):
             return match[0]  # short names may be another program's
         if match["value"] is None or not alone:
             raise AdaptiveError(

@@ -69,6 +69,7 @@ class Collected:
     timings: dict[str, Any] = field(default_factory=dict)
     tokens: int = 0
     failed: bool = False
+    long: bool = False  # it was too long to be read
 
     def add(self, found: Cut) -> None:
         """One object of the answer: all of it, or what one event holds. What is not understood is passed over."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from urllib.parse import urlsplit
 
+import httpx
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -30,10 +31,16 @@ logger = logging.getLogger("adaptive.upstream")
 
 def checked_url(url: str) -> str:
     """The address of a server, without the ``/v1`` that clients are given. Raises AdaptiveError for what is none."""
-    parts = urlsplit(url if "//" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        found = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+        httpx.URL(found)
+    except (ValueError, httpx.InvalidURL):
+        known = False
+    if not known:
         raise AdaptiveError(f"--upstream is {url!r}; it must be an address such as http://127.0.0.1:8000")
-    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+    return found
 
 
 def checked_kind(name: str | None) -> Kind | None:
@@ -43,8 +50,11 @@ def checked_kind(name: str | None) -> Kind | None:
     raise AdaptiveError(f"--engine is {name!r}; it must be one of {', '.join(KINDS)}")
 
 
-def learn(settings: Settings, state: PairState, url: str, kind: Kind | None, most: int) -> None:
+def learn(
+    settings: Settings, state: PairState, url: str, kind: Kind | None, most: int, model: str | None = None
+) -> None:
     """Serve the proxy in front of ``url`` until SIGTERM or ctrl-C, with at most ``most`` requests there at a time.
+    ``model`` is the target's name there, None for the first one that the server lists.
 
     Raises AdaptiveError where the pair's folder is in use, the port is taken, or the pair's tokenizers differ.
     """
@@ -59,7 +69,7 @@ def learn(settings: Settings, state: PairState, url: str, kind: Kind | None, mos
             here = address(settings.host, listening.getsockname()[1])
             note(here)
             logger.info("listening on %s, in front of %s", here, url)
-            proxy = Proxy(url, book, most, kind)
+            proxy = Proxy(url, book, most, kind, model)
             proxy.training = lambda: asdict(trainer.status)
             key = settings.api_key.get_secret_value() if settings.api_key else None
             app = Door(Resting(proxy, trainer), key)
@@ -103,7 +113,8 @@ class Door:
     """Who may ask: with a key whoever sends it, else programs and pages of this machine only.
 
     Without the latter any web site could reach the server through a browser here, by a name that resolves to this
-    machine: the server sees our own name in its Host header, and cannot tell. What pages may read is the server's say.
+    machine: the server sees our own name in its Host header, and cannot tell. What pages may read is the server's say,
+    so that a browser's preflight, which cannot carry a key, is passed on.
     """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
@@ -112,12 +123,17 @@ class Door:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
-        if self._key is None and scope["type"] == "http":
-            host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
-            if (urlsplit(f"//{host}").hostname or "") in LOOPBACK:
-                await self._app(scope, receive, send)
-                return
+        if scope["type"] == "http" and self._free(scope["method"], dict(scope["headers"])):
+            await self._app(scope, receive, send)
+            return
         await self._guarded(scope, receive, send)
+
+    def _free(self, method: str, headers: dict[bytes, bytes]) -> bool:
+        """Whether the request passes without the guard."""
+        if self._key is not None:
+            return method == "OPTIONS" and b"access-control-request-method" in headers
+        host = headers.get(b"host", b"").decode("latin-1")
+        return (urlsplit(f"//{host}").hostname or "") in LOOPBACK
 
 
 class Resting:

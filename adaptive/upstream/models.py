@@ -1,0 +1,59 @@
+"""Which of the models that a server lists is the target: several may answer at one address."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# In the names of models that answer no prompts, such as the one that LM Studio always lists.
+EMBEDDING = "embed"
+
+
+@dataclass(frozen=True)
+class Served:
+    """The target at a server. ``name``: its name in requests there, empty if the server has none. ``names``: all its
+    names; None if every name is it. ``others``: whether the server lists other models, too."""
+
+    name: str
+    names: frozenset[str] | None
+    others: bool
+
+    def is_target(self, name: object) -> bool:
+        """Whether a request that names the model ``name`` is answered by the target; one that names none is."""
+        return self.names is None or not isinstance(name, str) or not name or name in self.names
+
+
+def served(listed: object, model: str | None = None) -> Served:
+    """The target by a server's response to ``GET /v1/models``: ``model``, or if that is None the first one listed that
+    is not derived from another, as an adapter is.
+
+    If only one model is listed, every name is it, because most servers then take any name.
+    """
+    data = listed.get("data") if isinstance(listed, dict) else None
+    named = [one for one in data if isinstance(one, dict) and _name(one)] if isinstance(data, list) else []
+    entries = [one for one in named if EMBEDDING not in _name(one).lower()] or named
+    first = next((one for one in entries if not one.get("parent")), entries[0] if entries else {})
+    chosen = first if model is None else next((one for one in entries if model in _names(one)), {})
+    name = model or _name(chosen)
+    if len(entries) < 2:
+        return Served(name, None, False)
+    same = [one for one in entries if one is chosen or _same(one, chosen)]
+    names = frozenset(name for one in same for name in _names(one)) | {name}
+    return Served(name, names, len(same) < len(entries))
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether both are names of one model, of which vLLM lists each with the same ``root``."""
+    root = one.get("root")  # of other servers an entry's own name, or nothing
+    return bool(root) and root == other.get("root") and not one.get("parent") and not other.get("parent")
+
+
+def _name(entry: dict[str, Any]) -> str:
+    name = entry.get("id")
+    return name if isinstance(name, str) else ""
+
+
+def _names(entry: dict[str, Any]) -> list[str]:
+    """The names that a request may give it; ``aliases`` are llama.cpp's."""
+    others = entry.get("aliases")
+    return [_name(entry), *(name for name in (others if isinstance(others, list) else ()) if isinstance(name, str))]

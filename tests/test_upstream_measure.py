@@ -1,0 +1,128 @@
+"""A measurement warms the server's prompt cache, waits while it loads, and leaves out prompts that it refuses."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from upstream_server import CLOSE, Heard, plain, scripted
+
+from adaptive.errors import AdaptiveError
+from adaptive.upstream.measure import Answered, Measured, measure
+from adaptive.upstream.models import served
+from cli.trial import worse_than
+
+PROMPTS = [[1, 2], [3, 4, 5], [6]]
+
+
+def answering(refuse: Callable[[dict[str, Any]], bytes | None]) -> Callable[[Heard, socket.socket], None]:
+    """A script that answers prompts, unless ``refuse`` gives another answer."""
+
+    def script(heard: Heard, connection: socket.socket) -> None:
+        if heard.path != "/v1/completions":
+            connection.sendall(plain(b"{}", status="404 Not Found", more=CLOSE))
+            return
+        asked = json.loads(heard.body)
+        said = {"choices": [{"text": "x"}], "usage": {"completion_tokens": asked["max_tokens"]}}
+        connection.sendall(refuse(asked) or plain(json.dumps(said).encode(), more=CLOSE))
+
+    return script
+
+
+def test_each_prompt_is_in_the_prompt_cache_when_it_is_measured() -> None:
+    with scripted(answering(lambda asked: None), "vllm") as server:
+        measured = measure(server.url, None, PROMPTS, 8)
+        bodies = [json.loads(heard.body) for heard in server.asked("/v1/completions")]
+    assert [(body["prompt"], body["max_tokens"]) for body in bodies] == [(p, n) for p in PROMPTS for n in (1, 8)]
+    assert [one.tokens for one in measured.answers] == [8, 8, 8]
+
+
+def test_a_server_that_still_loads_is_waited_for() -> None:
+    loading = plain(b'{"error":"loading"}', status="503 Service Unavailable", more=CLOSE)
+    left = [3]
+
+    def refuse(asked: dict[str, Any]) -> bytes | None:
+        left[0] -= 1
+        return loading if left[0] >= 0 else None
+
+    with scripted(answering(refuse), "vllm") as server:
+        assert len(measure(server.url, None, PROMPTS, 8, wait_s=30).answers) == 3
+        left[0] = 3
+        with pytest.raises(AdaptiveError, match="503"):
+            measure(server.url, None, PROMPTS, 8)
+
+
+def test_a_prompt_that_is_too_long_is_left_out() -> None:
+    refusal = plain(b'{"error":{"message":"context is 10"}}', status="400 Bad Request", more=CLOSE)
+    most = [10]
+
+    def refuse(asked: dict[str, Any]) -> bytes | None:
+        return refusal if len(asked["prompt"]) + asked["max_tokens"] > most[0] else None
+
+    with scripted(answering(refuse), "vllm") as server:
+        measured = measure(server.url, None, PROMPTS, 8)
+        assert measured.prompts == ((1, 2), (6,))
+        assert len(measured.answers) == 2
+        most[0] = 5
+        with pytest.raises(AdaptiveError, match=r"refuses every prompt.*context is 10"):
+            measure(server.url, None, PROMPTS, 8)
+
+
+def test_a_server_that_refuses_what_it_answered_is_worse() -> None:
+    one = Answered(10, 1.0, None, None)
+    assert worse_than(Measured((one,), None, None, None), Measured((one,), None, None, None)) is None
+    worse = worse_than(Measured((one, one), None, None, None), Measured((one,), None, None, None))
+    assert worse is not None
+    assert "refuses" in worse
+
+
+def test_a_server_that_drafts_nothing_is_worse_whatever_it_did_before() -> None:
+    one = (Answered(10, 1.0, None, None),)
+    for drafted in (None, 0, 8):
+        assert worse_than(Measured(one, drafted, drafted, None), Measured(one, 0, 0, None)) == "it drafts nothing"
+
+
+VLLM_MODELS = [
+    {"id": "lora", "root": "/lora", "parent": "one"},
+    {"id": "one", "root": "/model", "parent": None},
+    {"id": "two", "root": "/model", "parent": None},
+]
+ROUTER_MODELS = [{"id": "a", "aliases": ["c"]}, {"id": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("listed", "model", "name", "names"),
+    [
+        (VLLM_MODELS, None, "one", {"one", "two"}),
+        (VLLM_MODELS, "two", "two", {"one", "two"}),
+        (VLLM_MODELS, "lora", "lora", {"lora"}),
+        (ROUTER_MODELS, None, "a", {"a", "c"}),
+        (ROUTER_MODELS, "c", "c", {"a", "c"}),
+        (ROUTER_MODELS, "z", "z", {"z"}),
+        ([{"id": "only"}], None, "only", None),
+        ([{"id": "text-embedding-x"}, {"id": "only"}], None, "only", None),
+        ([], None, "", None),
+    ],
+)
+def test_the_target_is_found_among_a_servers_models(
+    listed: list[dict[str, Any]], model: str | None, name: str, names: set[str] | None
+) -> None:
+    found = served({"data": listed}, model)
+    assert (found.name, found.names) == (name, names)
+    assert found.is_target(name)
+    assert found.is_target(None)
+    assert found.is_target("another") == (names is None)
+    assert served("no list").is_target("another")
+
+
+def test_the_target_is_what_is_measured() -> None:
+    listed = plain(json.dumps({"data": VLLM_MODELS}).encode(), more=CLOSE)
+    answer = answering(lambda asked: None)
+    with scripted(lambda h, c: c.sendall(listed) if h.path == "/v1/models" else answer(h, c), "several") as server:
+        for model in (None, "two"):
+            measure(server.url, None, PROMPTS[:1], 8, model)
+        names = [json.loads(heard.body)["model"] for heard in server.asked("/v1/completions")]
+    assert names == ["one", "one", "two", "two"]
