@@ -6,6 +6,7 @@ operations, and Python.
 """
 
 import hashlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,14 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def exports(name: str) -> list[str]:
+    """Options of the linker with which a module exports only the name that Python needs. Apple's does not know a
+    version script; other systems' may not."""
+    if sys.platform == "darwin":
+        return [f"-Wl,-exported_symbol,_PyInit_{name}"]
+    return [f"-Wl,--version-script={FOLDER / 'exports.map'}"] if sys.platform == "linux" else []
+
+
 def module(folder: Path, name: str, source: str, flags: str = "") -> Extension:
     """A module of the sources in ``folder``, with its own copy of nanobind that shares nothing with other modules."""
     beside = Path(nanobind.include_dir()).parent
@@ -67,7 +76,7 @@ def module(folder: Path, name: str, source: str, flags: str = "") -> Extension:
         include_dirs=[str(beside / part) for part in ("include", "src", "ext/robin_map/include")],
         define_macros=[("ADAPTIVE_SOURCES", f'"{fingerprint(folder)}"'), ("NB_DOMAIN", name), ("NDEBUG", None)],
         extra_compile_args=[*COMMON.split(), *flags.split()],
-        extra_link_args=[f"-Wl,--version-script={FOLDER / 'exports.map'}"],  # export only the name that Python needs
+        extra_link_args=exports(name),
         optional=True,
     )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.installation import install_command, requirement
+from adaptive.machine import memory
 from adaptive.settings import Quantisation
 
 if TYPE_CHECKING:
@@ -28,12 +29,11 @@ def choose_device(name: str) -> str:
 
 
 def free_bytes(device: str) -> int:
-    """Bytes that another program could still allocate of the machine's memory, or of the GPU's if ``device``
-    (``choose_device``) is a GPU and has less."""
-    import psutil
+    """Bytes that another program could still allocate of the memory that this one may use (``machine.memory``), or of
+    the GPU's if ``device`` (``choose_device``) is a GPU and has less."""
     import torch
 
-    free = int(psutil.virtual_memory().available)
+    free = memory().available
     where = choose_device(device)
     return min(free, int(torch.cuda.mem_get_info(where)[0])) if where.startswith("cuda") else free
 
@@ -41,14 +41,13 @@ def free_bytes(device: str) -> int:
 def device_bytes(device: str) -> int:
     """Bytes that this program can still allocate on ``device`` (``choose_device``), including GPU memory that torch
     holds unused."""
-    import psutil
     import torch
 
     where = choose_device(device)
     if where.startswith("cuda"):
         held = torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
         return int(torch.cuda.mem_get_info(where)[0]) + held
-    return int(psutil.virtual_memory().available)
+    return memory().available
 
 
 def quantisation(kind: Quantisation, dtype: torch.dtype, skip: Sequence[str] | None = None) -> Any:

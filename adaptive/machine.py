@@ -1,8 +1,9 @@
-"""The load of other programs on this machine, and the machine's identity.
+"""The load of other programs on this machine, what this process may use of it, and the machine's identity.
 
-In: the operating system's accounts of processor time. Out: the cores that other programs used since the last read
-(``LoadMeter``, ``LoadWatch``), and a string that changes when measured costs no longer hold (``identity``). Also
-returns freed memory to the system. Imports no other module of this program.
+In: the operating system's accounts of processor time and memory. Out: the cores that other programs used since the last
+read (``LoadMeter``, ``LoadWatch``), the limits of this process (``quota``, ``memory``), and a string that changes when
+measured costs no longer hold (``identity``). Also returns freed memory to the system. Imports no other module of this
+program.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -43,7 +45,9 @@ PAUSE_S = 4.0
 # Seconds after which the number of usable cores is read again.
 CORES_HOLD_S = 10.0
 
-CGROUPS, CPUFREQ = Path("/sys/fs/cgroup"), Path("/sys/devices/system/cpu/cpufreq/policy0")
+# The control groups of this process (Linux), the folder of all groups, and the settings of the first core.
+MEMBERSHIP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+CPUFREQ = Path("/sys/devices/system/cpu/cpufreq/policy0")
 
 
 @dataclass(frozen=True)
@@ -190,39 +194,71 @@ def _allowed() -> list[int] | None:
 def _cores(mine: list[int] | None) -> float:
     """The number of cores whose time this process may use."""
     cores = float(len(mine) if mine else os.cpu_count() or 1)
-    return min(cores, _quota())
+    return min(cores, quota())
 
 
-def _quota(membership: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -> float:
-    """Cores that the control groups of this process allow (Linux, versions 1 and 2); infinite without a limit."""
-    least = float("inf")
+def quota() -> float:
+    """Cores that the control groups of this process allow; infinite without a limit."""
+    return min(map(_core_limit, _groups("cpu")), default=float("inf"))
+
+
+class Memory(NamedTuple):
+    """Bytes of memory that this process could still allocate, and of all memory that it may use."""
+
+    available: int
+    total: int
+
+
+def memory() -> Memory:
+    """The machine's memory, or less if a control group of this process has a limit. The system ends a process that
+    exceeds such a limit, without an error."""
+    machine = psutil.virtual_memory()
+    found = [Memory(int(machine.available), int(machine.total))]
+    found += [limit for limit in map(_memory_limit, _groups("memory")) if limit is not None]
+    return Memory(min(one.available for one in found), min(one.total for one in found))
+
+
+def _groups(controller: str) -> Iterator[Path]:
+    """The folders of the control groups whose limits of ``controller`` hold for this process (Linux, versions 1 and
+    2)."""
     try:
-        lines = membership.read_text().splitlines()
+        lines = MEMBERSHIP.read_text().splitlines()
     except OSError:
-        return least
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        top = root / controllers if controllers else root
+        top = CGROUPS / controllers if controllers else CGROUPS
         folder = top / path.lstrip("/")
         # A limit holds for all groups below it. In a container the path may be one that only the host can see.
-        for group in (folder, *folder.parents):
-            if group.is_relative_to(top):
-                least = min(least, _limit(group))
-    return least
+        yield from (group for group in (folder, *folder.parents) if group.is_relative_to(top))
 
 
-def _limit(group: Path) -> float:
+def _core_limit(group: Path) -> float:
     """Cores that one control group itself allows; infinite without a limit."""
     try:
         if (group / "cpu.max").is_file():
-            quota, period = (group / "cpu.max").read_text().split()
+            allowed, period = (group / "cpu.max").read_text().split()
         else:
-            quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        return float(quota) / float(period) if quota != "max" and float(quota) > 0 else float("inf")
+            allowed, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return float(allowed) / float(period) if allowed != "max" and float(allowed) > 0 else float("inf")
     except (OSError, ValueError):
         return float("inf")
+
+
+def _memory_limit(group: Path) -> Memory | None:
+    """The memory that one control group itself allows; None without a limit. Pages of files count as used in it, but
+    the system drops them when memory is needed."""
+    two = (group / "memory.max").is_file()
+    names = ("memory.max", "memory.current") if two else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    try:
+        most, used = (int((group / name).read_text()) for name in names)
+        said = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        files = sum(int(said[f"{'' if two else 'total_'}{kind}_file"]) for kind in ("active", "inactive"))
+    except (OSError, ValueError, KeyError):  # "max" is no number
+        return None
+    return Memory(max(0, most - max(0, used - files)), most)
 
 
 def _power() -> str:

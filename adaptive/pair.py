@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adaptive.engines import budget
+from adaptive.engines.cpu.torch_threads import set_threads
 from adaptive.engines.head.kinds import HeadKind, head_kind, mtp_weights
 from adaptive.engines.identity import IDENTITY_BYTES, weights_hash
 from adaptive.engines.llamacpp.files import find_gguf, gguf_tokenizer, is_gguf_name
@@ -23,7 +24,6 @@ from adaptive.engines.load import (
     Source,
     check_readable,
     forward_of,
-    lacks_kernels,
     load_engine,
     load_model,
     read_config,
@@ -31,11 +31,12 @@ from adaptive.engines.load import (
     weights_progress,
 )
 from adaptive.engines.load_head import head_for_training, load_head
+from adaptive.engines.slower import why_slower
 from adaptive.engines.threads import ThreadChoice, WorkClock
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.hub import hub_folder
 from adaptive.remote import Remote, is_address, remote_of, untrained
-from adaptive.settings import Quantisation, Settings
+from adaptive.settings import Quantisation, Settings, expanded
 from adaptive.vocabulary import difference_of, vocabulary_of
 from checkpoints.manifest import BaseDraft
 
@@ -204,7 +205,7 @@ def _source(name: str, revision: str | None, quantize: Quantisation, option: str
 
 def _folder(name: str, revision: str | None) -> Path:
     """The local folder of a checkpoint, downloaded from the hub if ``name`` is not a folder."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise AdaptiveError(f"{path} holds no model: it has no config.json")
@@ -326,7 +327,8 @@ def _tokenizer(
 
 
 def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | None = None) -> Pair:
-    """Load both models. ``on_progress(what, share done)`` receives the progress.
+    """Load both models, and set the calling thread's number of torch threads (``set_threads``). ``on_progress(what,
+    share done)`` receives the progress.
 
     Raises AdaptiveError for anything missing, broken, incompatible or too large, before any weights are read.
     """
@@ -339,9 +341,11 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     if grows:
         refused = _refused(target, settings)
     tokenizer = _tokenizer(target, draft, trained, remote, settings.trust_remote_code)
+    set_threads(settings.threads)
+    where = settings.draft_device or settings.device
     check_readable(target, settings, settings.device)
     if draft is not None:
-        check_readable(draft, settings, settings.draft_device or settings.device, draft=True)
+        check_readable(draft, settings, where, draft=True)
     budget.check(target, draft, grows and refused is None, settings)
     sizes = [weight_bytes(source) for source in (target, draft)]
     border = sizes[0] / max(1, sum(sizes))
@@ -354,11 +358,7 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
         draft_engine = load_head(draft, settings, target_engine)
     elif draft is not None:
         draft_engine = load_engine(
-            draft,
-            settings,
-            settings.draft_device or settings.device,
-            lambda share: tell("draft", border + (1 - border) * share),
-            draft=True,
+            draft, settings, where, lambda share: tell("draft", border + (1 - border) * share), draft=True
         )
         if trained is not None and trained is not draft:
             tell("checkpoint", 1.0)
@@ -386,9 +386,10 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
             f"the draft {draft.id} decodes but cannot learn; name the Hugging Face checkpoint it was made from with "
             "--draft-checkpoint"
         )
-    problem = lacks_kernels(target_engine)
-    if problem is not None:
-        warnings.append(problem)
+    slower = [why_slower(target_engine, target, settings, settings.device)]
+    if draft is not None and draft_engine is not None and not draft.head:
+        slower.append(why_slower(draft_engine, draft, settings, where, draft=True))
+    warnings += dict.fromkeys(reason for reason in slower if reason is not None)
     remote = None if alone is not None else remote
     return Pair(identity, target_engine, draft_engine, tokenizer, tuple(warnings), remote)
 

@@ -58,6 +58,15 @@ def _size(said: str) -> int | None:
     return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper()))
 
 
+def expanded(path: str | Path) -> Path:
+    """``path`` with the home folder in place of a ``~`` or ``~user`` at its beginning. Raises AdaptiveError if there is
+    no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise AdaptiveError(f"{path} begins with the home folder of a user who is not known here") from error
+
+
 class Settings(BaseSettings):
     """All settings of one run. See ``docs/settings.md`` for what each means."""
 
@@ -93,7 +102,7 @@ class Settings(BaseSettings):
     record: bool = True
     keep_days: float | None = Field(None, gt=0)
     keep_gb: float | None = Field(None, gt=0)
-    feature_gb: float = Field(2.0, ge=0)
+    feature_gb: float = Field(2.0, ge=0, allow_inf_nan=False)
     keep_adapters: int = Field(5, ge=1)
     name: str | None = None
     host: str = "127.0.0.1"
@@ -103,7 +112,7 @@ class Settings(BaseSettings):
     cors: Annotated[tuple[str, ...], NoDecode] = ()
     queue: int = Field(64, ge=0)
     slots: Annotated[str, BeforeValidator(str)] = "auto"
-    max_body_mb: float = Field(8.0, gt=0)
+    max_body_mb: float = Field(8.0, gt=0, allow_inf_nan=False)
     cache_mb: int = Field(1024, ge=0)
     keep_caches: Annotated[int, BeforeValidator(_bytes)] = Field(0, ge=0)
     threads: int | None = Field(None, ge=1)
@@ -147,6 +156,12 @@ class Settings(BaseSettings):
         """Split the value of an environment variable, in which commas separate the origins."""
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
+    @field_validator("home", "api_key_file", "draft_key_file")
+    @classmethod
+    def _at_home(cls, value: Path | None) -> Path | None:
+        """Expand a ``~``, which a shell leaves as it is in ``--state-dir=~/x``, and a file has in any case."""
+        return None if value is None else expanded(value)
+
     def for_worker(self) -> dict[str, Any]:
         """The settings for the training process, as plain JSON values, without keys."""
         return self.model_dump(mode="json", exclude={"api_key", "api_key_file", "draft_key", "draft_key_file"})
@@ -175,7 +190,7 @@ def model_name(settings: Settings) -> str:
         return settings.name
     if settings.target is None:
         return "bundled"
-    name = Path(settings.target).expanduser().resolve().name or "model"
+    name = expanded(settings.target).resolve().name or "model"
     return re.sub(r"[^\w.+-]+", "-", name.removesuffix(".gguf"))
 
 

@@ -59,7 +59,7 @@ class SamplingParams:
         """Raise AdaptiveError, naming the parameter, for a value outside its range."""
         ranges = {
             "temperature": (self.temperature, 0.0, 100.0),
-            "top_k": (self.top_k, 0, 2**31),
+            "top_k": (self.top_k, 0, 2**31 - 1),
             "top_p": (self.top_p, 0.0, 1.0),
             "min_p": (self.min_p, 0.0, 1.0),
             "repetition_penalty": (self.repetition_penalty, 0.01, 100.0),

@@ -59,7 +59,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     except Exception as error:
         yield Finding("machine", "torch", "broken", first_line(error), _torch_anew())
         return
-    yield from _devices(torch)
+    yield from _devices(torch, settings)
     yield _kernels()
     yield from _bitsandbytes(settings)
     yield _llama_cpp(settings)
@@ -120,17 +120,17 @@ def _kernels() -> Finding:
 def _processor() -> Iterator[Finding]:
     import psutil
 
-    from adaptive.machine import processor_name
+    from adaptive.machine import memory, processor_name
 
     cores, threads = psutil.cpu_count(logical=False), psutil.cpu_count()
     yield Finding("machine", "processor", "ok", f"{processor_name()}, {cores or '?'} cores, {threads} threads")
-    memory = psutil.virtual_memory()
-    tight = memory.available < 2 * 2**30  # a small pair, its caches and a training run take about this (bytes)
+    found = memory()
+    tight = found.available < 2 * 2**30  # a small pair, its caches and a training run take about this (bytes)
     yield Finding(
         "machine",
         "memory",
         "note" if tight else "ok",
-        f"{size(memory.available)} free of {size(memory.total)}",
+        f"{size(found.available)} free of {size(found.total)}",
         "close other programs, or expect only small models to fit" if tight else "",
     )
 
@@ -148,8 +148,10 @@ def _disk(state_dir: Path) -> Finding:
     return Finding("machine", "state folder", "note" if tight else "ok", f"{state_dir}, {size(free)} free", advice)
 
 
-def _devices(torch: Any) -> Iterator[Finding]:
-    yield Finding("machine", "torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")
+def _devices(torch: Any, settings: Settings) -> Iterator[Finding]:
+    from adaptive.engines.cpu.torch_threads import threads_of
+
+    yield Finding("machine", "torch", "ok", f"{torch.__version__}, {threads_of(settings.threads)} threads")
     yield _arithmetic(torch, "cpu", "processor arithmetic")
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(number)

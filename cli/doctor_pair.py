@@ -10,6 +10,7 @@ from adaptive.errors import AdaptiveError
 from cli.finding import Finding, size
 
 if TYPE_CHECKING:
+    from adaptive.engines.budget import Need
     from adaptive.engines.hf.kinds import Kinds
     from adaptive.engines.hf.quantised import Quantised
     from adaptive.engines.hf.tried import Tried
@@ -24,6 +25,7 @@ def pair_findings(settings: Settings) -> Iterator[Finding]:
     from adaptive.engines.llamacpp.files import is_gguf_name
     from adaptive.pair import BUNDLED, GROW, MTP, PLAIN, pair_identity
     from adaptive.remote import is_address
+    from adaptive.settings import expanded
 
     for option, name in (("device", settings.device), ("draft device", settings.draft_device or settings.device)):
         try:
@@ -40,7 +42,7 @@ def pair_findings(settings: Settings) -> Iterator[Finding]:
         bundled = model is not None and Path(model).is_relative_to(BUNDLED)
         if model is not None and is_gguf_name(model):
             yield from _gguf_file(role, model)
-            local = local and Path(model).expanduser().is_file()
+            local = local and expanded(model).is_file()
             continue
         if role == "draft" and is_address(model):
             found = _draft_server(settings)
@@ -51,8 +53,8 @@ def pair_findings(settings: Settings) -> Iterator[Finding]:
             yield _no_model(settings, local)
             continue
         assert model is not None
-        if Path(model).expanduser().is_dir():
-            kind = head_kind(Path(model).expanduser())
+        if expanded(model).is_dir():
+            kind = head_kind(expanded(model))
             what = " (bundled)" if bundled else "" if kind is None else f" ({kind.words})"
             yield Finding("used", role, "ok", f"{model}{what}")
             continue
@@ -135,13 +137,16 @@ def _no_model(settings: Settings, local: bool) -> Finding:
 
 def _forwards(settings: Settings) -> Iterator[Finding]:
     """The forward that will run each model of the pair, and its dtype."""
+    from adaptive.engines.budget import need, without_copy
     from adaptive.engines.head.kinds import HeadKind
     from adaptive.engines.hf import tried
     from adaptive.engines.hf.kinds import Kinds
     from adaptive.engines.load import beside_eagle, choose_forward, read_config
+    from adaptive.engines.slower import NO_ROOM
     from adaptive.pair import sources
 
     target, draft = sources(settings)
+    needs: list[Need] = []
     eagle = draft is not None and draft.head is HeadKind.EAGLE3
     measured = " (the faster one here)" if settings.dtype == "auto" else ""
     for role, source in (("target", target), ("draft", draft)):
@@ -153,12 +158,17 @@ def _forwards(settings: Settings) -> Iterator[Finding]:
             chosen = beside_eagle(choose_forward(target, settings, settings.device))[is_draft]
         else:
             chosen = choose_forward(source, settings, device, draft=is_draft)
+        needs.append(need(source, settings, device, is_draft, needs[0] if needs else None))
+        if not needs[-1].packs:
+            chosen = without_copy(chosen, source)
         if chosen.dtype is not None and not is_draft:
             yield Finding("used", "dtype", "ok", f"{str(chosen.dtype).removeprefix('torch.')}{measured}")
         if chosen.held is not None:
             yield _weights(role, chosen.held, source)
         quantised = f", {chosen.quantize} by bitsandbytes" if chosen.quantize != "none" else ""
-        yield Finding("used", f"{role} forward", "ok", f"{chosen.forward.value} ({chosen.weights}{quantised})")
+        said = f"{chosen.forward.value} ({chosen.weights}{quantised})"
+        packs = needs[-1].packs
+        yield Finding("used", f"{role} forward", "ok" if packs else "note", said, "" if packs else f"slower: {NO_ROOM}")
         if not is_draft:
             yield _at_once(chosen.forward)
             if settings.memory is not None:
@@ -256,8 +266,9 @@ def _layers(role: str, source: Source, kinds: Kinds, found: Tried | None) -> Fin
 def _gguf_file(role: str, name: str) -> Iterator[Finding]:
     """The contents of a GGUF file, from its header."""
     from adaptive.engines.llamacpp.model import LlamaModel
+    from adaptive.settings import expanded
 
-    path = Path(name).expanduser()
+    path = expanded(name)
     if not path.is_file():
         yield Finding("used", role, "note", f"{name} is no file here", "it will be fetched, if the hub has it")
         return

@@ -66,10 +66,8 @@ def draft_server(
     settings = change_settings(settings, {name: value for name, value in given.items() if value is not None})
     show_log()
 
-    import torch
-
     from adaptive import draft_server as server
+    from adaptive.engines.cpu.torch_threads import set_threads
 
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    set_threads(settings.threads)
     server.serve(settings, adapter, ahead)

@@ -95,10 +95,6 @@ def serve(
     state = open_state(settings.state_dir, pair_identity(settings).id)
 
     def opened() -> AbstractContextManager[OpenedPair]:
-        import torch
-
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
         return open_pair(settings, console, cache_bytes=settings.cache_mb * 10**6)
 
     server.serve(settings, state, opened)

@@ -14,9 +14,12 @@ from test_cpu_forward import CONFIGS, made
 from transformers import LlamaConfig
 
 from adaptive.engines.budget import LEAST_TOKENS, PASSES, Budget, need
+from adaptive.engines.cpu import families
+from adaptive.engines.cpu.weights import PackedLinear
 from adaptive.engines.hf.engine import TransformersEngine
-from adaptive.engines.load import Source, choose_forward, load_engine
-from adaptive.pair import sources
+from adaptive.engines.load import Forward, Source, choose_forward, load_engine
+from adaptive.engines.slower import NO_ROOM
+from adaptive.pair import load_pair, sources
 from adaptive.settings import load_settings
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -31,7 +34,11 @@ def test_what_is_expected_of_a_model_is_what_it_takes(options: dict[str, str], t
     expected, engine = need(source, settings, "cpu"), load_engine(source, settings, "cpu", lambda share: None)
     assert isinstance(engine, TransformersEngine)
     parameters = {id(one): one for one in engine.model.parameters()}.values()
-    assert expected.weights == pytest.approx(sum(one.nbytes for one in parameters), rel=0.02)
+    weights = sum(one.nbytes for one in parameters)
+    if options["dtype"] == "bfloat16":  # the file is in float32, so both what was read and the packed copy stay
+        assert engine.cpu_forward is not None
+        weights += sum(linear.nbytes for linear in engine.cpu_forward.plan.linears if isinstance(linear, PackedLinear))
+    assert expected.weights == pytest.approx(weights, rel=0.02)
     sequence = engine.sequence()
     sequence.reserve(512)
     sequence.extend([1, 2, 3], 1)
@@ -124,3 +131,22 @@ def test_a_budget_says_what_fits_with_training_and_without() -> None:
     tight = Budget("cuda:0", 16_000_000_000 + PASSES + LEAST_TOKENS * 100_000, 16_000_000_000, 100_000, 0, 131_072)
     assert tight.fits
     assert not Budget("cuda:0", tight.free - 1, tight.weights, tight.token, 0, 131_072).fits
+
+
+@pytest.mark.parametrize("share", [families.PACKED_SHARE, 0.0])
+def test_a_model_that_runs_slower_for_want_of_memory_is_said_to(
+    share: float, adaptive: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load_settings({"device": "cpu", "dtype": "float32", "draft_quantize": "none"})
+    if not choose_forward(sources(settings)[0], settings, "cpu").forward.own:
+        pytest.skip("our own forward does not run here")
+    monkeypatch.setattr(families, "PACKED_SHARE", share)
+    warnings = [warning for warning in load_pair(settings).warnings if NO_ROOM in warning]
+    assert len(warnings) == (2 if share == 0.0 else 0)  # the target's and the draft's
+    _, out, _ = adaptive("doctor", "--json", "--device", "cpu", "--dtype", "float32", "--draft-quantize", "none")
+    found = {one["name"]: one for one in json.loads(out)["findings"]}
+    for role in ("target", "draft"):
+        told = found[f"{role} forward"]
+        assert told["status"] == ("note" if share == 0.0 else "ok")
+        assert told["value"].startswith(f"{Forward.TRANSFORMERS.value} (") == (share == 0.0)
+        assert (NO_ROOM in told["advice"]) == (share == 0.0)

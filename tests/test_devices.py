@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,20 @@ def test_what_was_measured_once_is_kept(tmp_path: Path) -> None:
             (here / dtype.FILE).write_text(json.dumps({**kept, mine: str(other)}))
             assert dtype.kept_dtype(64, here) == other
     assert first in (torch.float32, torch.bfloat16)
+
+
+TRIAL = """
+import resource
+from adaptive.engines.cpu.dtype import fastest_dtype
+fastest_dtype(64)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+fastest_dtype(4096)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory has another unit elsewhere")
+def test_choosing_a_dtype_takes_no_more_memory_for_a_wide_model() -> None:
+    """Four layers, float32 and bfloat16, each as it is and packed. A whole layer of this width takes 270 MB."""
+    done = subprocess.run([sys.executable, "-c", TRIAL], capture_output=True, text=True, check=True)
+    assert int(done.stdout) * 1024 < 4 * dtype.DTYPE_TRIAL

@@ -68,6 +68,27 @@ def log_of(folder: Path, texts: dict[str, list[int]], owner: str = "") -> Path:
     return path
 
 
+ENDS_WHILE_READING = """
+import sys
+from pathlib import Path
+from adaptive.drafting.archive import Archive
+archive = Archive(Path(sys.argv[1]), 1 << 20, most=10**8)
+archive.start()
+while not archive.tokens:
+    pass
+"""
+
+
+@needs_compiled
+def test_a_program_may_end_while_its_log_is_read(tmp_path: Path) -> None:
+    """The thread that reads is in compiled code nearly all the time."""
+    rng = np.random.default_rng(0)
+    path = log_of(tmp_path, {str(number): rng.integers(0, 50, 20_000).tolist() for number in range(PAGE)})
+    command = [sys.executable, "-c", ENDS_WHILE_READING, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def caught_up(path: Path, vocab: int = 1 << 20) -> Archive:
     archive = Archive(path, vocab)
     archive.catch_up()

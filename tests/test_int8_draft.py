@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
-from adaptive.engines.cpu import weights
+from adaptive.engines import load
+from adaptive.engines.cpu import families, weights
 from adaptive.engines.cpu.weights import has_vnni, packs_int8
 from adaptive.engines.hf.engine import TransformersEngine
+from adaptive.engines.load import Source, load_engine
 from adaptive.pair import BUNDLED, load_pair
 from adaptive.settings import load_settings
 from adaptive.types import SamplingParams, StopParams
@@ -91,3 +95,21 @@ def test_greedy_output_is_the_targets_own() -> None:
         assert assistant.last is not None
         answers.append(assistant.last.output)
     assert answers[0] == answers[1]
+
+
+def test_weights_for_which_there_is_no_packing_are_gone_before_others_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    read, left = load.load_model, []
+    seen: list[weakref.ref[Any]] = []
+
+    def noted(*given: Any) -> Any:
+        left.append(sum(one() is not None for one in seen))
+        model = read(*given)
+        seen.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(load, "load_model", noted)
+    monkeypatch.setattr(families, "PACKED_SHARE", 0.0)
+    settings = load_settings({"device": "cpu", "dtype": "float32", "draft_quantize": "int8"})
+    load_engine(Source("it", BUNDLED / "draft", "int8"), settings, "cpu", lambda share: None, draft=True)
+    assert left == [0, 0]

@@ -23,6 +23,7 @@ from adaptive.engines.cpu.kernels import (
 )
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.load import sampling_kernels
+from adaptive.errors import AdaptiveError
 from adaptive.pair import load_pair
 from adaptive.sampling import transform_logits
 from adaptive.settings import load_settings
@@ -111,6 +112,32 @@ def test_int8_linear_layers(shape: tuple[int, int], instructions: str, threads: 
     bound = 0.5 * x.abs().amax(1, keepdim=True) / 127 * (weight.double().abs().sum(1) * scales) + 1e-3
     assert ((ours(x) - exact).abs() <= bound).all()
     assert torch.isfinite(ours(torch.zeros(2, shape[1]))).all()
+
+
+def test_every_top_k_that_is_taken_can_be_sampled_with() -> None:
+    with pytest.raises(AdaptiveError, match="top_k is 2147483648"):
+        SamplingParams(temperature=0.7, top_k=2**31)
+    kernels, logits = sampling_kernels(), torch.randn(1, 50)
+    if kernels is None:
+        pytest.skip("the kernels are not built, or not for this machine")
+    probs = kernels.probabilities(logits, SamplingParams(temperature=1.0, top_k=2**31 - 1), torch.empty(1, 50))
+    torch.testing.assert_close(probs, logits.softmax(-1))
+
+
+@pytest.mark.parametrize("number", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("width", [1, 5, 32, 33, 1111])
+def test_int8_layers_of_a_row_that_is_not_numbers_give_none(width: int, number: float, instructions: str) -> None:
+    """Else the text would go on from a number that nothing computed."""
+    torch.manual_seed(0)
+    ours = NativeLinear(torch.randint(-127, 128, (40, width), dtype=torch.int8), None, torch.rand(40) + 0.5)
+    x = torch.randn(3, width)
+    right = ours(x)
+    for place in {0, width // 2, width - 1}:
+        broken = x.clone()
+        broken[1, place] = number
+        found = ours(broken)
+        assert found[1].isnan().all()
+        assert torch.equal(found[::2], right[::2])
 
 
 @pytest.mark.parametrize("width", [1, 15, 48, 1025])

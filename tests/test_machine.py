@@ -14,7 +14,8 @@ import pytest
 from accounts import Accounts
 from spinning import spinning, taken
 
-from adaptive.machine import CALM_S, MOMENT_S, PAUSE_S, Load, LoadMeter, LoadWatch, _governor, _quota, identity
+from adaptive import machine
+from adaptive.machine import CALM_S, MOMENT_S, PAUSE_S, Load, LoadMeter, LoadWatch, _governor, identity, quota
 
 
 def test_what_other_programs_take_is_seen() -> None:
@@ -130,21 +131,23 @@ def test_only_cores_that_may_be_used_count() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_quota_is_found_at_every_level(tmp_path: Path) -> None:
+def test_a_quota_is_found_at_every_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     membership, root = tmp_path / "membership", tmp_path / "fs"
+    monkeypatch.setattr(machine, "MEMBERSHIP", membership)
+    monkeypatch.setattr(machine, "CGROUPS", root)
     membership.write_text("0::/user/app\n")
     (root / "user" / "app").mkdir(parents=True)
-    assert _quota(membership, root) == float("inf")
+    assert quota() == float("inf")
     (root / "user" / "app" / "cpu.max").write_text("max 100000\n")
     (root / "user" / "cpu.max").write_text("150000 100000\n")
-    assert _quota(membership, root) == 1.5
+    assert quota() == 1.5
     membership.write_text("4:memory:/x\n1:cpu,cpuacct:/x\n")
     (root / "cpu,cpuacct" / "x").mkdir(parents=True)
     (root / "cpu,cpuacct" / "x" / "cpu.cfs_quota_us").write_text("-1\n")
     (root / "cpu,cpuacct" / "x" / "cpu.cfs_period_us").write_text("100000\n")
-    assert _quota(membership, root) == float("inf")
+    assert quota() == float("inf")
     (root / "cpu,cpuacct" / "x" / "cpu.cfs_quota_us").write_text("50000\n")
-    assert _quota(membership, root) == 0.5
+    assert quota() == 0.5
 
 
 def test_the_machine_and_how_it_is_run_have_a_name(tmp_path: Path) -> None:

@@ -90,12 +90,12 @@ def die_with_parent() -> bool:
 
 
 def memory_is_short() -> bool:
-    """Whether the machine, or the GPU in use, has less memory available than must stay free."""
-    import psutil
+    """Whether the machine (``machine.memory``), or the GPU in use, has less memory available than must stay free."""
     import torch
 
-    memory = psutil.virtual_memory()
-    left = [(memory.available, memory.total)]
+    from adaptive.machine import memory
+
+    left: list[tuple[int, int]] = [memory()]
     if torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
         left.append((free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated(), total))
@@ -198,7 +198,7 @@ def _ended(brake: Brake, outcome: DistillOutcome | None) -> Report:
     if outcome is None or outcome.stopped:
         message = "stopped before the run began" if outcome is None else outcome.message
         if brake.out_of_memory:
-            return Report("memory", f"stepped doubted, the machine is short of memory; {message}")
+            return Report("memory", f"stepped aside, the machine is short of memory; {message}")
         return Report("stopped", message)
     manifest = outcome.manifest
     return Report(

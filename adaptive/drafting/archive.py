@@ -3,6 +3,7 @@ the start and whenever new ones are written, and forgotten when this process or 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import logging
@@ -67,6 +68,8 @@ class Archive:
     def start(self) -> None:
         """Start to read in the background."""
         self._thread.start()
+        # A daemon thread that is in compiled code when the interpreter ends would abort the process.
+        atexit.register(self.close)
 
     def poke(self) -> None:
         """Note that a record was written."""
@@ -74,6 +77,7 @@ class Archive:
 
     def close(self) -> None:
         """End the thread."""
+        atexit.unregister(self.close)
         self._closing = True
         self._poked.set()
         if self._thread.is_alive():

@@ -7,16 +7,19 @@ error with advice if the weights and a short text do not fit.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adaptive.devices import choose_device, device_bytes
-from adaptive.engines.load import Choice, Forward, Source, choose_forward, class_name, read_config, weight_bytes
+from adaptive.engines.load import OWN, Choice, Forward, Source, choose_forward, class_name, read_config, weight_bytes
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.settings import Settings, memory_bytes
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 # Tokens of text that must fit beside the weights: a short chat. Too low: a loaded pair is useless. Too high: a useful
@@ -38,12 +41,14 @@ TRAINING_PER_BYTE = 4
 @dataclass(frozen=True)
 class Need:
     """The memory of one model on its ``device``: bytes of ``weights``, and of a ``token`` in its cache, None if unknown
-    before loading. ``numbers``: the count of its weights."""
+    before loading. ``numbers``: the count of its weights. ``packs``: whether there is room for the packed copy of its
+    weights that our forward on a CPU reads, or none is needed."""
 
     device: str
     weights: int
     token: int | None
     numbers: int
+    packs: bool = True
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ def budgets(
     needs = [need(target, settings, settings.device)]
     if draft is not None:
         where = settings.device if draft.head else settings.draft_device or settings.device
-        needs.append(need(draft, settings, where, draft=True))
+        needs.append(need(draft, settings, where, draft=True, beside=needs[0]))
     learns = 4 * needs[-1].numbers if draft is not None and not draft.head else 0
     if draft is not None and draft.gguf is not None and checkpoint is not None:
         learns = 4 * need(checkpoint, settings, "cpu", draft=True).numbers
@@ -164,8 +169,9 @@ def _changes(
             yield "give --quantize nf4 with --draft none", ((quantised, None), settings)
 
 
-def need(source: Source, settings: Settings, device: str, draft: bool = False) -> Need:
-    """The memory of one model. Raises AdaptiveError for a config that cannot be read."""
+def need(source: Source, settings: Settings, device: str, draft: bool = False, beside: Need | None = None) -> Need:
+    """The memory of one model, which is loaded after the model with the need ``beside``. Raises AdaptiveError for a
+    config that cannot be read."""
     if source.gguf is not None or source.head:  # their configs do not describe a model
         return Need(_named(choose_device(device)), weight_bytes(source), None if source.gguf else 0, 0)
     import torch
@@ -174,20 +180,63 @@ def need(source: Source, settings: Settings, device: str, draft: bool = False) -
     where = _named(chosen.device)
     assert chosen.dtype is not None
     config = read_config(source, settings)
-    keys = chosen.dtype.itemsize
+    model = _skeleton(source, config, settings)
+    parameters = {id(one): one for one in model.parameters()}.values()
+    numbers, keys = sum(one.numel() for one in parameters), chosen.dtype.itemsize
+    more: int | None = 0  # bytes beside the packed copy of the weights; None if there is no room for the copy
+    if chosen.forward in OWN.values():
+        free = device_bytes(where) - (beside.weights if beside is not None and beside.device == where else 0)
+        more = _beside_copy(source, chosen, model, numbers, free)
+        if more is None:
+            chosen = without_copy(chosen, source)
     if chosen.forward.own:  # bfloat16 only with native attention, which is certain for these two forwards
         native = chosen.forward in (Forward.CPU_FUSED, Forward.STREAMED)
         keys = 2 if native and chosen.dtype == torch.bfloat16 else 4
     token = keys * _cached(config.get_text_config())
-    model = _skeleton(source, config, settings)
-    parameters = {id(one): one for one in model.parameters()}.values()
-    numbers = sum(one.numel() for one in parameters)
     weights = sum(int(one.numel() * _bytes(name, one, chosen, model)) for name, one in model.named_parameters())
+    weights += more or 0
     if chosen.held is not None and not chosen.held.dense:  # kept quantised: about as large as its files
         weights = weight_bytes(source)
     if chosen.forward is Forward.STREAMED and settings.memory is not None:
         weights = min(weights, memory_bytes(settings.memory))
-    return Need(where, weights, token, numbers)
+    return Need(where, weights, token, numbers, packs=more is not None)
+
+
+def _beside_copy(source: Source, chosen: Choice, model: nn.Module, numbers: int, free: int) -> int | None:
+    """Bytes of a model's weights, ``numbers`` in all, that stay in memory beside the packed copy of them; None if
+    ``free`` bytes have no room for the copy. Weights in the dtype of their file are pages of that file, which the
+    system can drop."""
+    from adaptive.engines.cpu.families import copied, has_room
+
+    assert chosen.dtype is not None
+    size, copy = chosen.dtype.itemsize, copied(model)
+    converted = numbers if chosen.held else min(numbers, _converted(source.folder, chosen.dtype))
+    if not has_room(copy, chosen.dtype, free - size * converted):
+        return None
+    return size * min(converted, copy)  # other weights are not packed, and counted once
+
+
+def without_copy(chosen: Choice, source: Source) -> Choice:
+    """How a model runs if there is no memory for the packed copy of its weights that the ``chosen`` forward reads."""
+    quantize = source.quantize if chosen.held is None else "none"
+    return dataclasses.replace(chosen, forward=Forward.TRANSFORMERS, int8=False, quantize=quantize)
+
+
+def _converted(folder: Path, dtype: torch.dtype) -> int:
+    """How many of the numbers in a checkpoint's files are of another dtype, so that they are converted when loaded."""
+    from safetensors import SafetensorError, safe_open
+
+    from adaptive.engines.streamed.checkpoint import DTYPES
+
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        try:
+            with safe_open(file, "pt") as opened:
+                parts = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118 - it is no dictionary
+                total += sum(math.prod(one.get_shape()) for one in parts if DTYPES.get(one.get_dtype()) != dtype)
+        except (OSError, SafetensorError):  # loading the file later reports the error
+            continue
+    return total
 
 
 def _named(device: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -273,14 +274,6 @@ def read_config(source: Source, settings: Settings) -> Any:
         raise AdaptiveError(f"model {source.id} cannot be loaded: {first_line(error)}") from error
 
 
-def lacks_kernels(engine: Engine) -> str | None:
-    """Why an engine runs without native kernels that would speed it up on this processor, with advice; or None."""
-    from adaptive.engines.cpu import kernels
-
-    slow = forward_of(engine) in (Forward.CPU_TORCH, Forward.TRANSFORMERS) and engine.device.type == "cpu"
-    return kernels.problem() if slow and engine.weights in ("float32", "bfloat16") else None
-
-
 def sampling_kernels() -> SamplingKernels | None:
     """Compiled code that chooses tokens, from any engine's logits on the CPU; None if it is not built."""
     from adaptive.engines.cpu import kernels
@@ -318,6 +311,8 @@ def _loaded(source: Source, settings: Settings, chosen: Choice, tell: Callable[[
         plain, held = dataclasses.replace(source, quantize=chosen.quantize), chosen.held
         engine = TransformersEngine(load_model(plain, settings, chosen.device, chosen.dtype, held), int8=chosen.int8)
         if engine.cpu_forward is None and source.quantize != chosen.quantize and held is None:  # no memory for packing
+            del engine  # its weights are freed before others are read
+            gc.collect()
             engine = TransformersEngine(load_model(source, settings, chosen.device, chosen.dtype))
     engine.check()
     if engine.cpu_forward is None:

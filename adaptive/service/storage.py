@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from adaptive.machine import memory
 from adaptive.printable import counted
 from adaptive.state import PairState, existing_states
 
@@ -72,7 +73,7 @@ def with_memory(storage: Storage, session: Opened | None) -> Storage:
         if history is not None and history.archive is not None:
             sizes.append(Size("the index of what was said, within it", history.archive.nbytes))
     found = tuple(size for size in sizes if size.bytes > 0)
-    return Storage(storage.folder, storage.disk, storage.disk_free, found, int(psutil.virtual_memory().available))
+    return Storage(storage.folder, storage.disk, storage.disk_free, found, memory().available)
 
 
 def _resident(process: psutil.Process) -> int:

@@ -62,15 +62,17 @@ def fastest_dtype(width: int) -> torch.dtype:
     model, the two dtypes alternating.
     """
 
+    rows = max(1, min(4 * width, DTYPE_TRIAL // (4 * width)))  # of a layer, which has at most DTYPE_TRIAL bytes
+
     def layers(dtype: torch.dtype) -> list[PackedLinear]:
-        weight = torch.full((4 * width, width), 0.01, dtype=dtype)
-        count = max(1, min(64, DTYPE_TRIAL // (16 * width * width)))
+        weight = torch.full((rows, width), 0.01, dtype=dtype)
+        count = max(1, min(64, DTYPE_TRIAL // (4 * rows * width)))
         return [PackedLinear((), lambda: (weight, None)) for _ in range(count)]
 
     def seconds(stack: list[PackedLinear], dtype: torch.dtype) -> float:
         total = 0.0
-        for rows in (1, 5):
-            x = torch.ones(rows, width, dtype=torch.float32 if native else dtype)
+        for tokens in (1, 5):
+            x = torch.ones(tokens, width, dtype=torch.float32 if native else dtype)
             began = time.perf_counter()
             for layer in stack:
                 layer(x)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
-import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -27,6 +26,7 @@ from adaptive.engines.cpu.packing import Packed, Packing
 from adaptive.engines.cpu.plan import Heads, Layer, Plan
 from adaptive.engines.cpu.rotary import Rotation, known_ropes, pair_order, read_ropes
 from adaptive.engines.cpu.weights import packs, packs_int8
+from adaptive.machine import memory
 
 # The share of the memory free after loading the model that a second, packed copy of its weights may take. Too
 # high: too little is left for caches and the trainer. Too low: models run slower although there is room for the copy.
@@ -71,9 +71,9 @@ def read_plan(
     that are already in ``packed``, in the same way and from the same memory, are not packed again. ``again``: the model
     had a plan before and nearly all of its weights are packed, so that the memory left is not asked for."""
     name = type(model).__name__
-    if not type(model).__module__.startswith("transformers.models.") or not _plain(model):
+    if not type(model).__module__.startswith("transformers.models.") or not is_plain(model):
         return None
-    if not again and not _has_room(model):
+    if not again and not has_room(copied(model), model.dtype, memory().available):
         return None
     if forward_kind(name, model.config, model.dtype, model.device, int8) is None:
         return None
@@ -125,7 +125,7 @@ def _attention_softcap(config: Any) -> float | None:
     return config.attn_logit_softcapping if config.model_type == "gemma2" else None
 
 
-def _plain(model: PreTrainedModel) -> bool:
+def is_plain(model: PreTrainedModel) -> bool:
     """Whether the weights are of one dtype, on one device, not adapted, quantised, sharded, hooked or replaced."""
     weights = list(model.parameters())
     kinds = {(weight.dtype, weight.device) for weight in weights}
@@ -141,11 +141,15 @@ def _plain(model: PreTrainedModel) -> bool:
     return True
 
 
-def _has_room(model: PreTrainedModel) -> bool:
-    """Whether memory has room for a packed copy of the weights."""
+def copied(model: nn.Module) -> int:
+    """How many of a model's weights its packed copy has, which may be on the meta device."""
     read = (module for module in model.modules() if not isinstance(module, nn.Embedding))  # these are not packed
-    copied = sum(weight.nbytes for module in read for weight in module.parameters(recurse=False))
-    return bool(copied <= PACKED_SHARE * psutil.virtual_memory().available)
+    return sum(weight.numel() for module in read for weight in module.parameters(recurse=False))
+
+
+def has_room(numbers: int, dtype: torch.dtype, free: int) -> bool:
+    """Whether ``free`` bytes of memory have room for a packed copy of that many weights."""
+    return numbers * dtype.itemsize <= PACKED_SHARE * free
 
 
 def _dtypes(model: PreTrainedModel, int8: bool) -> tuple[torch.dtype, torch.dtype, torch.dtype]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from adaptive.errors import AdaptiveError
 from adaptive.hub import hub_file
+from adaptive.settings import expanded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +50,7 @@ def find_gguf(name: str, revision: str | None) -> Path:
     """
     from adaptive.engines.llamacpp.model import binding, is_gguf
 
-    path = Path(name).expanduser()
+    path = expanded(name)
     if not path.exists():
         path = _fetch(name, revision)
     if not path.is_file() or not is_gguf(path):
@@ -88,7 +89,7 @@ def load_gguf(
 
     gpu = device != "cpu"
     model = LlamaModel(path, gpu=gpu, on_progress=on_progress)
-    return LlamaCppEngine(model, GgufTokenizer(model).end_tokens, settings.threads or torch.get_num_threads(), gpu)
+    return LlamaCppEngine(model, GgufTokenizer(model).end_tokens, torch.get_num_threads(), gpu)
 
 
 def check_checkpoint(engine: LlamaCppEngine, checkpoint: PreTrainedModel, name: str) -> None:

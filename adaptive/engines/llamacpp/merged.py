@@ -17,12 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 
 from adaptive.engines.llamacpp.lora import Low, low_rank
 from adaptive.engines.llamacpp.model import OWN_SHARE, LlamaModel, rewrite
 from adaptive.errors import AdaptiveError
+from adaptive.machine import memory
 
 logger = logging.getLogger("adaptive.engines")
 
@@ -110,7 +110,7 @@ class Merging:
     def begin(self, folder: Path) -> None:
         """Start merging the adapter in ``folder``, if there is memory for it. The merging itself waits until no model
         computes."""
-        if self.base.size > OWN_SHARE * psutil.virtual_memory().available:
+        if self.base.size > OWN_SHARE * memory().available:
             logger.info("%s is used beside the weights: there is no memory to merge it", folder.name)
             return
         self._wanted = folder

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.installation import install_command, requirement
+from adaptive.machine import memory
 
 MAGIC = b"GGUF"
 # ggml's log level of errors, whose lines give the reason of a failure.
@@ -200,7 +200,7 @@ class LlamaModel:
         # -1 puts all layers on the accelerator; 0 keeps everything in main memory.
         offloaded = gpu and library.llama_supports_gpu_offload()
         params.n_gpu_layers = -1 if offloaded else 0
-        own = not offloaded and _size(path) < OWN_SHARE * psutil.virtual_memory().available
+        own = not offloaded and _size(path) < OWN_SHARE * memory().available
         if own:
             params.load_mode = library.LLAMA_LOAD_MODE_NONE
         before: set[tuple[int, int]] | None = None

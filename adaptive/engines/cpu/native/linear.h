@@ -152,15 +152,23 @@ inline float convert(const float* x, int count, Narrow* out) {
 typedef float Narrow;
 #endif
 
+// The step of a row whose largest magnitude has these bits; NaN if a number of the row is infinite or NaN. Compared as
+// whole numbers, the bits of magnitudes are in the order of the magnitudes, and those of NaN are the largest.
+inline float step_of(uint32_t most) {
+  float top;
+  std::memcpy(&top, &most, 4);
+  return std::max(top, 1e-30f) / 127 + (top - top);
+}
+
 #if defined(__AVX512VNNI__)
 typedef uint8_t Whole;
 constexpr int ZERO = 128;  // represents zero
 
 inline float convert(const float* x, int count, Whole* out) {
-  __m512 most = _mm512_setzero_ps();
+  __m512i most = _mm512_setzero_si512();
   for (int k = 0; k < count; k += LANES)
-    most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_maskz_loadu_ps(lanes(count - k), x + k)));
-  const float scale = std::max(_mm512_reduce_max_ps(most), 1e-30f) / 127;
+    most = _mm512_max_epu32(most, _mm512_castps_si512(_mm512_abs_ps(_mm512_maskz_loadu_ps(lanes(count - k), x + k))));
+  const float scale = step_of(_mm512_reduce_max_epu32(most));
   for (int k = 0; k < count; k += LANES) {
     const __mmask16 mask = lanes(count - k);
     const __m512 steps = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, x + k), _mm512_set1_ps(1 / scale));
@@ -174,13 +182,19 @@ typedef int8_t Whole;
 constexpr int ZERO = 0;
 
 inline float convert(const float* x, int count, Whole* out) {
-  Vector most = {};
-  float top = 1e-30f;
+  constexpr uint32_t MAGNITUDE = 0x7fffffff;  // all bits but the sign
+  Words most = {};
+  uint32_t top = 0;
   int k = 0;
-  for (; k + LANES <= count; k += LANES) most = higher(most, higher(at(x + k), -at(x + k)));
-  for (; k < count; k++) top = std::max(top, std::abs(x[k]));
+  for (; k + LANES <= count; k += LANES)
+    most = (Words)_mm256_max_epu32((__m256i)most, (__m256i)((Words)at(x + k) & MAGNITUDE));
+  for (; k < count; k++) {
+    uint32_t bits;
+    std::memcpy(&bits, x + k, 4);
+    top = std::max(top, bits & MAGNITUDE);
+  }
   for (int lane = 0; lane < LANES; lane++) top = std::max(top, most[lane]);
-  const float scale = top / 127, steps = 1 / scale;
+  const float scale = step_of(top), steps = 1 / scale;
   for (k = 0; k + LANES <= count; k += LANES) {
     const __m256i whole = _mm256_cvtps_epi32((__m256)(at(x + k) * steps));
     const __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
