@@ -18,18 +18,22 @@ if TYPE_CHECKING:
 def answer_into_log(settings: Settings, prompts: Sequence[PromptLine], console: Console) -> None:
     """Answer every prompt with the settings' sampling, behind a progress bar; all answers are logged on return.
 
-    ctrl-C keeps the answers so far in the log and is passed on. Raises AdaptiveError if nothing is logged.
+    ctrl-C keeps the answers so far in the log and is passed on. Raises AdaptiveError if nothing is logged, and before
+    the first answer if the target cannot answer one of the prompts.
     """
     if not settings.record:
         raise AdaptiveError("--prompts learns by way of the log, and recording is off; leave --no-record out")
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from cli.opened import open_pair
+    from cli.prompts import require_answerable
 
     with open_pair(settings, console) as session:
         from adaptive.assistant import sampling_params
         from adaptive.types import StopParams
 
+        with console.status("checking the prompts"):
+            require_answerable(prompts, session.pair)
         sampling, stop = sampling_params(settings, session.pair), StopParams(settings.answer_tokens)
         columns = (
             TextColumn("answering"),

@@ -45,7 +45,7 @@ def chat(
     from cli.chat_session import Chat
     from cli.opened import open_pair
 
-    typing = sys.stdin.isatty()
+    typing = sys.stdin is not None and sys.stdin.isatty()  # None if it is closed, as by <&-
     if not typing:
         question = "\n\n".join(text for text in (question, piped()) if text)
         if not question:
@@ -72,15 +72,21 @@ def chat(
 
 
 def converse(chat: Chat, question: str | None = None) -> None:
-    """Ask the ``question``, if given, and then what the user types, until ctrl-D or /exit."""
+    """Ask the ``question``, if given, and then what the user types, until ctrl-D or /exit. ctrl-C ends what is under
+    way, and no more."""
     from cli.chat_commands import COMMANDS, carry_out
     from cli.chat_input import Keyboard, is_command
 
     chat.greet()
     chat.keyboard = Keyboard([*COMMANDS], chat.opened.state.typed if chat.record else None)
     chat.trainer.idle()
-    for text in itertools.chain([question] if question else [], chat.keyboard.messages()):
-        if not is_command(text):
-            chat.ask(text)
-        elif not carry_out(chat, text):
+    first = [question] if question else []
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):
+            for text in itertools.chain(first, chat.keyboard.messages()):
+                first = []
+                if not is_command(text):
+                    chat.ask(text)
+                elif not carry_out(chat, text):
+                    return
             return

@@ -83,9 +83,13 @@ def _retry(chat: Chat, said: str) -> None:
     question = chat.talk.take_back()
     if question is None:
         raise AdaptiveError("nothing has been asked yet")
-    chat.note(f"again: {question}")
-    if not chat.ask(question):
-        chat.talk.messages = before
+    answered = False
+    try:
+        chat.note(f"again: {question}")
+        answered = chat.ask(question)
+    finally:  # also after ctrl-C
+        if not answered:
+            chat.talk.messages = before
 
 
 def _undo(chat: Chat, said: str) -> None:

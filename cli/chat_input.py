@@ -24,7 +24,9 @@ def is_command(text: str) -> bool:
 
 
 def piped() -> str:
-    """All of standard input. Raises AdaptiveError if it is not UTF-8 text."""
+    """All of standard input, empty if it is closed. Raises AdaptiveError if it is not UTF-8 text."""
+    if sys.stdin is None:
+        return ""
     try:
         return sys.stdin.read().strip()
     except UnicodeDecodeError as error:

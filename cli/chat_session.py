@@ -143,8 +143,8 @@ class Chat:
 
         shorter = Talk(None, tuple(self.talk.messages))
         while shorter.turns and not self._fits(shorter, text):
-            if not shorter.forget_oldest():
-                shorter.take_back()
+            if not shorter.forget_oldest() and shorter.take_back() is None:
+                break  # a loaded conversation may have no question
         forgotten = len(self.talk.turns) - len(shorter.turns)
         assert self.keyboard is not None
         helps = forgotten and self._fits(shorter, text)
@@ -197,22 +197,24 @@ class Chat:
         return MarkdownDisplay(self.console)
 
     def _stream(self, steps: Iterable[Step]) -> str:
-        """Show an answer while it is decoded, log it, and print its figures. Returns its text."""
-        self.opened.swapper.between_rounds()  # a large adapter is read beside the answer, and named before the next one
-        if self.opened.assistant.adapter != self._drafting:
-            self._drafting = self.opened.assistant.adapter
-            self.console.print(f"[green]now drafting with adapter {self._drafting or 'none'}[/]")
-        self.trainer.busy()
-        try:
-            self._show(steps)
-            self._keep()
-        finally:
-            self.trainer.idle()
+        """Show an answer while it is decoded, log it, and print its figures. Returns its text. ctrl-C stops the answer,
+        and nothing else here, however often it is pressed."""
+        with interruptible() as interrupted:
+            self.opened.swapper.between_rounds()  # a large adapter is read beside the answer, and named before the next
+            if self.opened.assistant.adapter != self._drafting:
+                self._drafting = self.opened.assistant.adapter
+                self.console.print(f"[green]now drafting with adapter {self._drafting or 'none'}[/]")
+            self.trainer.busy()
+            try:
+                self._show(steps, interrupted)
+                self._keep()
+            finally:
+                self.trainer.idle()
         assert self.opened.assistant.last is not None
         return self.opened.assistant.last.text
 
-    def _show(self, steps: Iterable[Step]) -> None:
-        with interruptible() as interrupted, contextlib.closing(steps):  # type: ignore[type-var]
+    def _show(self, steps: Iterable[Step], interrupted: Callable[[], bool]) -> None:
+        with contextlib.closing(steps):  # type: ignore[type-var]
             with self._reading(interrupted):
                 first = next(iter(steps), None)  # raises for a wrong prompt before anything is shown
             display = self._display()

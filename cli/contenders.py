@@ -6,6 +6,7 @@ prompt, in rotating order, so that a slow moment of the machine affects all of t
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
 import statistics
@@ -148,12 +149,12 @@ def peer(url: str, pair: Pair, sampling: SamplingParams) -> Contender:
             "return_tokens": True,
         }
         headers = {"content-type": "application/json"}
-        request = urllib.request.Request(where, json.dumps(asked).encode(), headers)
         try:
+            request = urllib.request.Request(where, json.dumps(asked).encode(), headers)
             with urllib.request.urlopen(request, timeout=PEER_PATIENCE) as response:
                 said = json.load(response)
             output = [int(token) for token in said["tokens"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
             raise AdaptiveError(
                 f"no llama.cpp server answers at {url} ({error}); start one, or leave --peer out"
             ) from error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -52,12 +54,14 @@ def generate(
     """
     from rich.console import Console
 
-    from cli.prompts import bare_prompt, read_prompts
+    from cli.prompts import bare_prompt, read_prompts, require_answerable
 
     if (prompt is None) == (prompts is None):
         raise AdaptiveError("give one prompt, or a file of them with --prompts")
     if prompts is not None:
         asked = read_prompts(prompts)
+        if raw and (chat := next((one for one in asked if not one.bare), None)):
+            raise AdaptiveError(f'{chat.where} has messages, and --raw continues a "prompt" text; leave --raw out')
     else:
         asked = [bare_prompt(_standard_input() if prompt == "-" else prompt or "")]
 
@@ -69,6 +73,9 @@ def generate(
         from adaptive.assistant import sampling_params
         from adaptive.types import StopParams
 
+        if prompts is not None:
+            with console.status("checking the prompts"):
+                require_answerable(asked, session.pair, raw)
         sampling = sampling_params(settings, session.pair)
         limits = StopParams(settings.answer_tokens, tuple(stop or ()))
         given: dict[str, Any] = {"domain": domain, "grammar": keeps_to}
@@ -77,14 +84,16 @@ def generate(
                 steps = session.assistant.complete(one.messages[-1].content, sampling, limits, **given)
             else:
                 steps = session.assistant.chat(one.messages, sampling, limits, **given)
+            with contextlib.closing(steps):  # type: ignore[type-var]  # an answer that is stopped is logged, too
+                if as_json:
+                    for _ in steps:
+                        pass
+                else:
+                    show(steps)
+            keep(session.assistant)
             if as_json:
-                for _ in steps:
-                    pass
-                keep(session.assistant)
                 print(json.dumps(as_object(one, session.assistant), ensure_ascii=False), flush=True)
             else:
-                show(steps)
-                keep(session.assistant)
                 console.print(f"[dim]{figures(session.assistant)}[/]", highlight=False)
                 if cut := how_cut(session.assistant):
                     console.print(cut, style="yellow", highlight=False)
@@ -110,18 +119,19 @@ def _grammar(json_schema: Path | None, grammar: Path | None, regex: str | None) 
 
 
 def _standard_input() -> str:
+    if sys.stdin is None:  # closed, as by <&-
+        return ""
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
         raise AdaptiveError("standard input is not UTF-8 text") from error
 
 
-def show(steps: Any) -> None:
+def show(steps: Iterable[Step]) -> None:
     """Write the answer while it is decoded; on a terminal, without control sequences."""
     from adaptive.printable import printable
 
     terminal = sys.stdout.isatty()
-    step: Step
     for step in steps:
         sys.stdout.write(printable(step.text) if terminal else step.text)
         sys.stdout.flush()

@@ -179,7 +179,7 @@ def shared_options(
 
 
 def _at_a_terminal() -> bool:
-    return sys.stdin.isatty() and sys.stderr.isatty()
+    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))  # None: it is closed
 
 
 def _confirm(question: str) -> bool:

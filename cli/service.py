@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
@@ -20,6 +21,9 @@ app = group("Have the system start the server, by systemd or launchd.")
 
 # Options of ``serve`` whose value is a path: relative paths would have another meaning where the service starts.
 PLACES = ("--target", "--draft", "--draft-checkpoint", "--draft-key-file", "--config", "--state-dir", "--api-key-file")
+# Seconds from the start to the question whether it runs. Too low: a service that ends for a reason such as a missing
+# model has not ended yet. Too high: the user waits.
+LOOKED_AFTER_S = 10.0
 
 
 @app.command()
@@ -30,6 +34,8 @@ def install(
     start: Annotated[bool, typer.Option("--start/--no-start", help="Start it now, and at every login.")] = True,
 ) -> None:
     """Write the service of your user, and start it. Done again, it takes the place of the one before.
+
+    Exit status 1 if it does not run some seconds after the start.
 
     Example: adaptive service install --no-start
 
@@ -42,10 +48,16 @@ def install(
     left_out = _environment()
     if left_out:
         typer.echo(f"not handed on from this environment: {', '.join(left_out)}; put them into adaptive.toml", err=True)
+    if said := _left_behind(options or []):
+        typer.echo(said, err=True)
     if not start:
         typer.echo(f"start it with: {manager.how_to_start}")
         return
     manager.start()
+    time.sleep(LOOKED_AFTER_S)
+    if (state := manager.state()) not in (manager.running, "unknown"):
+        typer.echo(f"started, but it does not run ({state}); {manager.more}", err=True)
+        raise typer.Exit(1)
     typer.echo(f"started; {manager.more}")
 
 
@@ -115,22 +127,37 @@ def _program() -> list[str]:
 
 
 def _absolute(words: list[str]) -> list[str]:
-    """The same options, with absolute paths for files and folders that exist."""
+    """The same options, with absolute paths for files and folders that exist, and for the state folder, which ``serve``
+    creates. Raises AdaptiveError for the home folder of an unknown user."""
     found: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
         if equals and name in PLACES:
-            found.append(f"{name}={_from_root(value)}")
+            found.append(f"{name}={_from_root(name, value)}")
         else:
-            found.append(_from_root(word) if found and found[-1] in PLACES else word)
+            found.append(_from_root(found[-1], word) if found and found[-1] in PLACES else word)
     return found
 
 
-def _from_root(name: str) -> str:
+def _from_root(option: str, name: str) -> str:
+    from adaptive.settings import expanded
+
+    there = expanded(name)
+    return str(there.resolve()) if option == "--state-dir" or there.exists() else name
+
+
+def _left_behind(words: list[str]) -> str | None:
+    """A sentence on the ``adaptive.toml`` of the current folder, which a service that runs in the home folder does not
+    read; None if there is none, or the options name a settings file."""
     from pathlib import Path
 
-    there = Path(name).expanduser()
-    return str(there.resolve()) if there.exists() else name
+    from adaptive.settings_file import user_folder
+
+    file = Path("adaptive.toml").resolve()
+    named = any(word.partition("=")[0] == "--config" for word in words)
+    if named or not file.is_file() or file.parent in (Path.home().resolve(), user_folder().resolve()):
+        return None
+    return f"not handed on: {file}; to use it, install again with --config {shlex.quote(str(file))} behind --"
 
 
 def _checked(words: list[str]) -> list[str]:

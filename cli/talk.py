@@ -54,9 +54,12 @@ class Talk:
 
     def save(self, file: Path) -> None:
         """Write the chat as one line of a prompt file. Raises AdaptiveError if the file exists or cannot be written."""
+        from adaptive.settings import expanded
+
+        place = expanded(file)
         said = {"messages": [{"role": m.role, "content": m.content} for m in self.messages]}
         try:
-            with file.expanduser().open("x", encoding="utf-8") as out:
+            with place.open("x", encoding="utf-8") as out:
                 out.write(json.dumps(said, ensure_ascii=False) + "\n")
         except FileExistsError as error:
             raise AdaptiveError(f"{file} is there already; choose another name") from error
@@ -65,4 +68,6 @@ class Talk:
 
     def load(self, file: Path) -> None:
         """Continue a chat that ``save`` wrote. Raises AdaptiveError if it cannot be read."""
-        self.messages = list(read_prompts(file.expanduser())[0].messages)
+        from adaptive.settings import expanded
+
+        self.messages = list(read_prompts(expanded(file))[0].messages)

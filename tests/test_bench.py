@@ -69,3 +69,12 @@ def test_a_wrong_length_is_one_clear_line(adaptive: Command) -> None:
 def test_repeated_counts_ngrams_that_came_before() -> None:
     assert repeated([1, 2, 3, 1, 2, 3], n=3) == pytest.approx(1 / 4)
     assert repeated(list(range(20))) == 0.0
+
+
+@pytest.mark.parametrize("url", ["myhost", "myhost:8080", "http://127.0.0.1:many"])
+def test_a_peer_that_has_no_address_is_one_line(adaptive: Command, tmp_path: Path, url: str) -> None:
+    target, draft = save_random_pair(tmp_path / "pair", "qwen2")
+    options = ("--target", str(target), "--draft", str(draft), "--only-ours", "--count", "1", "--tokens", "2")
+    code, _, err = adaptive("bench", *options, "--peer", url)
+    assert code == 2
+    assert f"no llama.cpp server answers at {url} (" in err.splitlines()[-1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -27,28 +26,11 @@ from adaptive.records.log import Log
 from adaptive.service.trainer import Trainer
 from adaptive.settings import load_settings
 from adaptive.types import Message
-from cli import chat_display
 from cli.chat import converse
-from cli.chat_display import MarkdownDisplay, as_markdown, last_block
 from cli.chat_input import Keyboard, is_command
 from cli.chat_session import Chat
 from cli.opened import open_pair
 from cli.talk import Talk
-
-MARKDOWN = """# Fruits
-
-Three of **them**, as `code`
-on two lines:
-
-1. apple
-2. <b>pear</b>
-
-```python
-def eat(fruit):
-    return f"{fruit} is eaten, by somebody who was hungry enough to eat more than one of them"
-```
-
-Done."""
 
 
 @pytest.mark.parametrize(
@@ -98,64 +80,6 @@ def test_what_was_typed_is_found_again_in_the_next_run(tmp_path: Path) -> None:
     assert typed(up + "\r") == []
 
 
-def shown(text: str, width: int, pieces: int) -> str:
-    """The text on a terminal of this width after an answer arrived in ``pieces`` pieces, without colours."""
-    out = io.StringIO()
-    display = MarkdownDisplay(Console(file=out, force_terminal=True, width=width, height=12, color_system=None))
-    size = -(-len(text) // pieces)
-    for start in range(0, len(text), size):
-        display._drawn = 0.0  # draw after every piece, however fast they come
-        display.feed(text[start : start + size])
-    display.close()
-    return as_seen(out.getvalue())
-
-
-def as_seen(written: str) -> str:
-    """The lines on a terminal after it has executed the control sequences for cursor up and clear line."""
-    lines, row, column = [""], 0, 0
-    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", written):
-        if part == "\n":
-            row, column = row + 1, 0
-            lines += [""] * (row - len(lines) + 1)
-        elif part == "\r":
-            column = 0
-        elif part.endswith("A"):
-            row -= int(part[2:-1] or 1)
-        elif part.endswith("K"):
-            lines[row] = ""
-        elif not part.startswith("\x1b"):
-            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
-            column += len(part)
-    return "\n".join(line.rstrip() for line in lines).strip("\n")
-
-
-@pytest.mark.parametrize("width", [40, 60, 200])
-@pytest.mark.parametrize("pieces", [1, 7, 400])
-def test_markdown_that_comes_in_pieces_looks_as_it_does_whole(width: int, pieces: int) -> None:
-    whole = Console(file=io.StringIO(), width=width, color_system=None)
-    for block in (MARKDOWN[: last_block(MARKDOWN)], MARKDOWN[last_block(MARKDOWN) :]):
-        whole.print(as_markdown(block))
-    expected = [line.rstrip() for line in whole.file.getvalue().splitlines()]  # type: ignore[attr-defined]
-    said = shown(MARKDOWN, width, pieces).splitlines()
-    # Blocks printed separately lack the empty line that would be between them.
-    assert [line for line in said if line] == [line for line in expected if line]
-    assert all(len(line) <= width for line in said)
-    assert any("<b>pear</b>" in line for line in said)
-
-
-def test_only_the_last_block_can_still_change() -> None:
-    for end in range(1, len(MARKDOWN)):
-        begins = last_block(MARKDOWN[:end])
-        assert MARKDOWN[:begins] + MARKDOWN[begins:end] == MARKDOWN[:end]
-        assert "```" not in MARKDOWN[:begins] or MARKDOWN[:begins].count("```") == 2, "a fence was cut in two"
-
-
-def test_a_block_higher_than_the_screen_leaves_nothing_behind() -> None:
-    long = "```\n" + "\n".join(f"line {number}" for number in range(60)) + "\n```"
-    said = [line.strip() for line in shown(long, 80, 50).splitlines() if line.strip()]
-    assert said == [f"line {number}" for number in range(60)]
-
-
 def test_a_conversation_is_saved_taken_back_and_forgotten(tmp_path: Path) -> None:
     talk = Talk("Be short.")
     for number in (1, 2, 3):
@@ -177,6 +101,19 @@ def test_a_conversation_is_saved_taken_back_and_forgotten(tmp_path: Path) -> Non
     assert len(talk.messages) == 6
     with pytest.raises(AdaptiveError, match="cannot be read"):
         talk.load(tmp_path / "nowhere.json")
+    for use in (talk.save, talk.load):
+        with pytest.raises(AdaptiveError, match="home folder"):
+            use(Path("~nosuchuser/talk.json"))
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 100_000, '{"prompt": "one", "seed": ' + "1" * 5000 + "}"], ids=["levels", "digits"]
+)
+def test_a_line_that_python_cannot_read_is_named(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    file.write_text('{"prompt": "zero"}\n' + line)
+    with pytest.raises(AdaptiveError, match=r"talk\.json line 2 has too many"):
+        Talk(None).load(file)
 
 
 def test_an_empty_system_message_of_a_loaded_chat_is_no_turn(tmp_path: Path) -> None:
@@ -206,9 +143,9 @@ def opened(pair: tuple[str, str]) -> Iterator[OpenedPair]:
         yield opened
 
 
-def played(opened: OpenedPair, keys: str, **given: object) -> tuple[Chat, str]:
-    """Run a chat with these keys. Returns the chat and its output other than answers."""
-    settings, out = load_settings({"max_new_tokens": 6, "temperature": 0.0, **given}), io.StringIO()
+def played(opened: OpenedPair, keys: str, out: io.StringIO | None = None, **given: object) -> tuple[Chat, str]:
+    """Run a chat with these keys. Returns the chat and its output other than answers, which ``out`` takes."""
+    settings, out = load_settings({"max_new_tokens": 6, "temperature": 0.0, **given}), out or io.StringIO()
     console = Console(file=out, width=200)
     with create_pipe_input() as typing, create_app_session(input=typing, output=DummyOutput()):
         typing.send_text(keys + "\x04")
@@ -290,6 +227,46 @@ def test_a_conversation_that_no_longer_fits_forgets_its_oldest_turns_if_that_is_
     assert not chat.talk.messages
 
 
+def test_a_long_conversation_without_a_question_is_not_shortened_for_ever(
+    opened: OpenedPair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(opened.pair.target, "context_length", 120)
+    file = tmp_path / "said.json"
+    file.write_text(json.dumps({"messages": [{"role": "assistant", "content": "word " * 200}]}))
+    chat, said = played(opened, f"/load {file}\rNext?\r")
+    assert "; shorten it" in said
+    assert "/reset begins anew" in said
+    assert len(chat.talk.turns) == 1
+
+
+class PressesCtrlC(io.StringIO):
+    """A terminal whose user presses ctrl-C each time that a ``text`` is shown."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text, self.pressed = text, 0
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if self.text in text:
+            self.pressed += 1
+            signal.raise_signal(signal.SIGINT)
+        return written
+
+
+# In the figures below an answer, in /stats, in /sessions, and in /retry.
+@pytest.mark.parametrize("text", ["tokens/s", "memory of this conversation", "1 answer", "again: "])
+def test_ctrl_c_ends_what_is_under_way_and_not_the_chat(opened: OpenedPair, text: str) -> None:
+    out = PressesCtrlC(text)
+    try:
+        chat, _ = played(opened, "What?\r/stats\r/sessions\r/retry\r\x03And?\r", out)
+    except KeyboardInterrupt:
+        pytest.fail("the chat has ended")
+    assert out.pressed
+    assert [m.content for m in chat.talk.messages][::2] == ["What?", "And?"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 class Interrupting(FixedLength):
     """A policy that presses ctrl-C when the second answer begins."""
 
@@ -309,20 +286,6 @@ def test_ctrl_c_while_a_long_question_is_read_leaves_the_conversation_as_it_was(
     assert [m.content for m in chat.talk.messages][::2] == ["What?", "And then?"]
     fresh, _ = played(opened, "What?\rAnd then?\r")
     assert chat.talk.messages == fresh.talk.messages
-
-
-@pytest.mark.parametrize("every", [1, 7, 60])
-def test_an_answer_looks_the_same_however_slowly_it_comes(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = ["# A plan", "Begin *here*.", "- one\n- two", "---", "> so it is", "```\ncode\n```"]
-    text = "\n\n".join([*blocks, "| a | b |\n|---|---|\n| 1 | 2 |", "1. first\n2. second", "End."])
-    monkeypatch.setattr(chat_display, "DRAWN_EVERY_S", 0.0)
-    at_once, slowly = io.StringIO(), io.StringIO()
-    Console(file=at_once, width=40).print(as_markdown(text))
-    display = MarkdownDisplay(Console(file=slowly, width=40))
-    for begin in range(0, len(text), every):
-        display.feed(text[begin : begin + every])
-    display.close()
-    assert slowly.getvalue() == at_once.getvalue()
 
 
 def test_a_pipe_is_one_question_and_only_the_answer_is_written(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import BUNDLED, Command, save_random_pair
+
+from adaptive.records.log import Log
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +89,46 @@ def test_a_broken_line_is_named_and_nothing_is_half_done(
     assert (code, out) == (2, "")
     assert "broken.jsonl line 2" in one_line(err)
     assert not list(own_home.rglob("records.db"))
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_line_that_cannot_be_answered_is_named_before_the_first_answer(
+    adaptive: Command, pair: tuple[str, str], tmp_path: Path, own_home: Path, raw: bool
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": text}) for text in ("fine", "fine, too", "word " * 3000)))
+    models = ("--target", pair[0], "--draft", pair[1], "--prompts", str(file))
+    code, out, err = adaptive("generate", *models, *["--raw"] * raw)
+    assert (code, out) == (2, "")
+    assert "prompts.jsonl line 3: the prompt has" in one_line(err)
+    assert not any(Log(log).count() for log in own_home.rglob("records.db"))
+    if not raw:
+        code, _, err = adaptive("distill", *models)
+        assert code == 2
+        assert "prompts.jsonl line 3: the prompt has" in err
+        assert not any(Log(log).count() for log in own_home.rglob("records.db"))
+
+
+def test_raw_text_of_a_line_with_messages_is_refused(
+    adaptive: Command, pair: tuple[str, str], prompt_file: Path
+) -> None:
+    models = ("--target", pair[0], "--draft", pair[1])
+    code, out, err = adaptive("generate", *models, "--raw", "--prompts", str(prompt_file))
+    assert (code, out) == (2, "")
+    assert "prompts.jsonl line 2 has messages" in one_line(err)
+
+
+def test_an_answer_whose_reader_ends_is_in_the_log(pair: tuple[str, str], own_home: Path) -> None:
+    command = [sys.executable, "-m", "cli.main", "generate", "Hi", "--target", pair[0], "--draft", pair[1]]
+    command += ["--draft-length", "2", "--max-new-tokens", "1500", "--seed", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        assert running.stdout.read(1)
+        running.stdout.close()
+    (records,) = own_home.rglob("records.db")
+    with Log(records) as log:
+        (kept,) = log.generations()
+    assert 0 < len(kept.generation.output) < 1500
 
 
 def test_missing_and_empty_folders_are_named(adaptive: Command, tmp_path: Path) -> None:
@@ -181,6 +224,8 @@ def test_a_state_folder_that_cannot_be_written_is_named(
         ("--dtype", "int3", "dtype"),
         ("--device", "cuda:77", "cuda:77"),
         ("--max-new-tokens", "0", "max_new_tokens"),
+        ("--feature-gb", "inf", "feature_gb"),
+        ("--target", "~nosuchuser/model", "~nosuchuser/model begins with the home folder"),
     ],
 )
 def test_nonsense_options_are_one_clear_line(

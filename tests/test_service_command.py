@@ -18,6 +18,7 @@ from filelock import FileLock
 
 from adaptive.errors import AdaptiveError
 from adaptive.service import notices
+from cli import service
 from cli.managers import Launchd, Systemd, unit_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,10 +28,12 @@ VERIFY = shutil.which("systemd-analyze")
 @pytest.fixture
 def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """A Linux user with a fake systemctl; returns a function that lists the arguments it was called with. It fails
-    while the file "told.fail" exists."""
+    while the file "told.fail" exists, and prints what the file "told.state" has."""
     tools, told = tmp_path / "bin", tmp_path / "told"
     tools.mkdir()
-    script = f'#!/bin/sh\necho "$*" >> {told}\n[ -e {told}.fail ] && echo "no bus" >&2 && exit 1\necho active\n'
+    script = f'#!/bin/sh\necho "$*" >> {told}\n[ -e {told}.fail ] && echo "no bus" >&2 && exit 1\ncat {told}.state\n'
+    (tmp_path / "told.state").write_text("active\n")
+    monkeypatch.setattr(service, "LOOKED_AFTER_S", 0.0)
     (tools / "systemctl").write_text(script)
     (tools / "systemctl").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
@@ -60,7 +63,7 @@ def test_it_is_written_started_shown_and_removed(
     program = command.removeprefix("ExecStart=").split(" serve ")[0]
     assert subprocess.run([*shlex.split(program), "--version"], capture_output=True, check=True).stdout
     told = [line.removeprefix("--user ") for line in manager()]
-    assert told == ["daemon-reload", "enable adaptive", "restart adaptive"]
+    assert told == ["daemon-reload", "enable adaptive", "restart adaptive", "is-active adaptive"]
     assert "ADAPTIVE_HOME" in err  # a service does not inherit it
 
     assert adaptive("service", "status")[:2] == (0, f"{unit(tmp_path)}: active\n")
@@ -79,6 +82,40 @@ def test_without_start_nothing_is_told_and_what_to_type_is_said(
     assert (status, manager()) == (0, [])
     assert "systemctl --user enable --now adaptive" in out
     assert unit(tmp_path).is_file()
+
+
+@pytest.mark.parametrize("options", [["--state-dir", "./new state"], ["--state-dir=./new state"]])
+def test_a_state_folder_that_is_not_there_yet_is_the_one_meant(
+    manager: Callable[[], list[str]], adaptive: Command, tmp_path: Path, options: list[str]
+) -> None:
+    status, _, err = adaptive("service", "install", "--no-start", "--", *options)
+    assert status == 0, err
+    assert f"{tmp_path}/new state" in unit(tmp_path).read_text()
+    assert not (tmp_path / "new state").exists()
+    status, _, err = adaptive("service", "install", "--no-start", "--", "--state-dir", "~nosuchuser/x")
+    assert (status, "home folder" in err) == (2, True)
+
+
+def test_a_settings_file_of_the_current_folder_is_said_to_be_left_behind(
+    manager: Callable[[], list[str]], adaptive: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "adaptive.toml").write_text("port = 8081\n")
+    status, _, err = adaptive("service", "install", "--no-start")
+    assert (status, f"not handed on: {tmp_path}/adaptive.toml" in err) == (0, True)
+    for options in (["--config", "adaptive.toml"], ["--config=adaptive.toml"]):
+        assert "not handed on: /" not in adaptive("service", "install", "--no-start", "--", *options)[2]
+        assert f"{tmp_path}/adaptive.toml" in unit(tmp_path).read_text()
+    monkeypatch.setenv("HOME", str(tmp_path))  # where the service runs
+    assert "not handed on: /" not in adaptive("service", "install", "--no-start")[2]
+
+
+def test_a_service_that_ends_at_once_is_not_said_to_run(
+    manager: Callable[[], list[str]], adaptive: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "told.state").write_text("failed\n")
+    status, _, err = adaptive("service", "install")
+    assert status == 1
+    assert "it does not run (failed); its log: journalctl" in err
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,37 @@ def adaptive(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run ``adaptive`` without a terminal, so that it cannot ask."""
     command = [sys.executable, "-m", "cli.main", *arguments]
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("arguments", [["config", "show"], ["chat"], ["generate", "-", "--grammar", "none"]])
+def test_a_closed_standard_input_is_no_terminal(arguments: list[str]) -> None:
+    command = f'"$0" -m cli.main {shlex.join(arguments)} <&-'
+    ran = subprocess.run(["/bin/sh", "-c", command, sys.executable], capture_output=True, text=True, check=False)
+    assert "Traceback" not in ran.stderr
+    assert ran.returncode == (0 if arguments[0] == "config" else 2), ran.stderr
+
+
+def test_a_tilde_is_the_home_folder_wherever_it_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    monkeypatch.delenv("ADAPTIVE_HOME")
+    file = tmp_path / "own.toml"
+    file.write_text('home = "~/state"\napi_key_file = "~/key"\ndraft_key_file = "~/draft-key"\n')
+    found = load_settings({}, file)
+    folder = tmp_path / "me"
+    assert (found.state_dir, found.api_key_file, found.draft_key_file) == (
+        folder / "state", folder / "key", folder / "draft-key",
+    )  # fmt: skip
+    assert load_settings({"home": Path("~/x")}, file).state_dir == folder / "x"
+    monkeypatch.setenv("ADAPTIVE_HOME", "~nosuchuser/x")
+    with pytest.raises(AdaptiveError, match="~nosuchuser/x begins with the home folder"):
+        load_settings({})
+
+
+@pytest.mark.parametrize("name", ["feature_gb", "max_body_mb"])
+def test_a_size_without_an_end_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text(f"{name} = inf\n")
+    with pytest.raises(AdaptiveError, match=f"setting {name}: .*finite"):
+        load_settings({}, tmp_path / "own.toml")
 
 
 @pytest.mark.parametrize(
