@@ -290,7 +290,10 @@ class Assistant:
         scope = Scope(session, sampling.temperature, sampling.seeded)
         self.policy.begin(scope)
         stop = question.stop
-        request = Request(prompt, sampling, stop, self._end_set(stop), record or question.supervise)
+        drawn = sampling
+        if self.policy.tree and sampling.seed is None:  # a tree is drafted for known noise (drafting/tree.py)
+            drawn = replace(sampling, seed=self.chance.getrandbits(63))
+        request = Request(prompt, drawn, stop, self._end_set(stop), record or question.supervise)
         before = () if question.messages and not question.goes_on else prompt
         stream = TextStream(self.pair.tokenizer, stop.stop, before, question.marks)
         decoding = self._decoding(request, conversation, stream, question.owner, constraint, scope)

@@ -49,6 +49,7 @@ from adaptive.wire import (
     Array,
     Asked,
     Hello,
+    Origin,
     Refused,
     drafted_bytes,
 )
@@ -101,14 +102,14 @@ class Drafts:
         self.adapter, self.latest = name, None
         self._held.clear()
 
-    def answer(self, asked: Asked) -> bytes:
-        """The requested proposal as a response body. Raises UnknownError if the server lacks the beginning of the text,
-        Refused for an invalid request."""
+    def answer(self, asked: Asked, origin: Origin | None = None) -> bytes:
+        """The requested proposal as a response body, which names its ``origin``. Raises UnknownError if the server
+        lacks the beginning of the text, Refused for an invalid request."""
         proposal = self.propose(asked)
         if proposal is None:
-            return drafted_bytes([], None, None)
+            return drafted_bytes([], None, None, origin)
         probs = None if proposal.probs is None else [_row(row) for row in proposal.probs]
-        return drafted_bytes(as_list(proposal.tokens), proposal.parents, probs)
+        return drafted_bytes(as_list(proposal.tokens), proposal.parents, probs, origin)
 
     def propose(self, asked: Asked) -> Proposal | None:
         """The requested proposal."""
@@ -219,8 +220,9 @@ class Desk:
         if self.worker is not None:
             self.worker.stop()
         self.before()
+        hello = self.hello()
         with torch.inference_mode():
-            answer = self.drafts.answer(asked)
+            answer = self.drafts.answer(asked, Origin(hello.weights, hello.adapter))
         if self.worker is not None:
             self.worker.go_on(self.drafts.step)
         return answer

@@ -28,7 +28,7 @@ from adaptive.errors import AdaptiveError, first_line
 from adaptive.settings import Settings
 from adaptive.tls import trusted
 from adaptive.vocabulary import Vocabulary
-from adaptive.wire import CONTENT_TYPE, HELLO, MOST_BODY, PROPOSE, VOCABULARY, Hello, Refused
+from adaptive.wire import CONTENT_TYPE, HELLO, MOST_BODY, PROPOSE, VOCABULARY, Hello, Refused, origin_of
 
 logger = logging.getLogger("adaptive.drafting")
 Model = TypeVar("Model", bound=BaseModel)
@@ -108,7 +108,7 @@ class Remote:
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._up, self._busy, self._pause = True, False, AGAIN_S
-        self._said_refused = self._said_lost = False
+        self._said_refused = self._said_lost = self._said_other = False
         self._rests_until, self._failures = 0.0, 0
         self._texts: weakref.WeakKeyDictionary[object, Text] = weakref.WeakKeyDictionary()
         try:
@@ -211,8 +211,12 @@ class Remote:
 
     def _answer(self, call: Call) -> None:
         try:
-            call.answer = self._asked(call)
-            self._pause, self._said_lost = AGAIN_S, False
+            answer = self._asked(call)
+            if self._is_ours(answer):
+                call.answer = answer
+                self._pause, self._said_lost = AGAIN_S, False
+            else:
+                self._disconnect()  # ``_look`` reports the other draft
         except Refused as error:
             call.refused = str(error)
         except Exception as error:  # a connection may fail in any way; decoding continues without the draft
@@ -220,6 +224,18 @@ class Remote:
         finally:
             self._busy = False
             call.done.set()
+
+    def _is_ours(self, answer: bytes) -> bool:
+        """Whether the draft of the start made this answer; notes its adapter. A new process at the address may have
+        another draft, and be reached without an error in between. Raises Refused."""
+        origin = origin_of(answer)
+        if origin is None:
+            return True
+        if origin.weights != self.hello.weights:
+            return False
+        if origin.adapter != self.hello.adapter:
+            self.hello = self.hello.model_copy(update={"adapter": origin.adapter})
+        return True
 
     def _asked(self, call: Call) -> bytes:
         """The response; sends all of the text if the server lacks its beginning. Raises Refused."""
@@ -248,9 +264,12 @@ class Remote:
     def _greeted(self) -> Hello:
         return _read(Hello, self._got(HELLO, MOST_BODY))
 
-    def _lost(self, error: Exception) -> None:
+    def _disconnect(self) -> None:
         self.figures.lost += 1
         self._up, self.turn = False, self.turn + 1
+
+    def _lost(self, error: Exception) -> None:
+        self._disconnect()
         if not self._said_lost:
             self._said_lost = True
             self.say(f"draft server {self.url} has gone ({reason(error)}); decoding goes on plainly until it is back")
@@ -262,13 +281,18 @@ class Remote:
         except Exception as error:
             logger.debug("draft server %s: %s", self.url, error)
             return
-        if found.vocabulary != self.hello.vocabulary or found.context_length != self.hello.context_length:
-            if not self._said_refused:
-                self._said_refused = True
+        if _same(found) != _same(self.hello):
+            if not self._said_other:
+                self._said_other = True
                 self.say(f"draft server {self.url} is back with another draft, {found.id}; start anew to use that")
             return
-        self.hello, self._up = found, True
+        self.hello, self._up, self._said_other = found, True, False
         logger.info("draft server %s is back", self.url)
+
+
+def _same(hello: Hello) -> tuple[str, str, int]:
+    """What must not change while a program uses the draft. The adapter may."""
+    return hello.weights, hello.vocabulary, hello.context_length
 
 
 def _all_of(response: httpx.Response, most: int) -> bytes:

@@ -12,10 +12,20 @@ import ssl
 
 import httpx
 
+from checkpoints.errors import AdaptiveError, first_line
+
 
 def trusted() -> ssl.SSLContext:
-    """The context for all connections."""
-    return _context(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+    """The context for all connections. Raises AdaptiveError if the authorities' certificates cannot be read."""
+    file, folder = os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")
+    try:
+        return _context(file, folder)
+    except OSError as error:  # an SSLError is one too
+        where = file or folder or "the usual ones"
+        raise AdaptiveError(
+            f"the certificates of the trusted authorities ({where}) cannot be read: {first_line(error)}; "
+            "SSL_CERT_FILE must name a file of PEM certificates"
+        ) from error
 
 
 @functools.cache

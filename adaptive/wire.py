@@ -3,8 +3,8 @@
 A body is the length of its head (4 bytes, little-endian), the head, and the arrays that the head lists as
 ``[dtype, length]``, one after the other, little-endian. A request (``Asked``) has the tokens that the server has not
 seen; the response (``Drafted``) has tokens, and for a drawn chain the distributions they were drawn from, each as the
-tokens of a probability above 0. All received data are validated: anything that is not a valid message raises
-``Refused``.
+tokens of a probability above 0; its head names the draft that made it (``Origin``). All received data are validated:
+anything that is not a valid message raises ``Refused``.
 """
 
 from __future__ import annotations
@@ -55,6 +55,13 @@ class Hello(BaseModel):
     trees: bool
     vocabulary: str
     adapter: str | None = None
+
+
+class Origin(NamedTuple):
+    """The draft that made a proposal: the hash of its ``weights`` and its ``adapter``."""
+
+    weights: str
+    adapter: str | None
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,9 @@ class Drafted(NamedTuple):
     probs: Array | None
 
 
-def drafted_bytes(tokens: list[int], parents: list[int] | None, probs: list[Array] | None) -> bytes:
+def drafted_bytes(
+    tokens: list[int], parents: list[int] | None, probs: list[Array] | None, origin: Origin | None = None
+) -> bytes:
     """A proposal as a body; ``probs`` are the rows (vocab,) that its tokens were drawn from."""
     arrays: list[Array] = [np.array(tokens, DTYPES["int32"])]
     if parents is not None:
@@ -128,7 +137,20 @@ def drafted_bytes(tokens: list[int], parents: list[int] | None, probs: list[Arra
         arrays.append(np.array([len(one) for one in ids], DTYPES["int32"]))
         arrays.append(np.concatenate(ids).astype(DTYPES["int32"]))
         arrays.append(np.concatenate([row[one] for row, one in zip(probs, ids, strict=True)]).astype(DTYPES["float32"]))
-    return packed({"tree": parents is not None, "drawn": probs is not None}, *arrays)
+    named = {} if origin is None else origin._asdict()
+    return packed({"tree": parents is not None, "drawn": probs is not None, **named}, *arrays)
+
+
+def origin_of(body: bytes) -> Origin | None:
+    """The draft that made the proposal in a body; None if the body does not name it, as an older server's. Raises
+    Refused."""
+    head, _ = unpacked(body)
+    if "weights" not in head:
+        return None
+    weights, adapter = head["weights"], head.get("adapter")
+    if not isinstance(weights, str) or not isinstance(adapter, str | None):
+        raise Refused("the draft's name is not one")
+    return Origin(weights, adapter)
 
 
 def read_drafted(body: bytes, asked: Asked, drawn: bool) -> Drafted | None:

@@ -21,7 +21,7 @@ app = group("Packed weights of targets that are streamed (--memory): list them, 
 @app.command("list")
 @shared_options("home")
 def list_packed(settings: Settings) -> None:
-    """List packed weights and what each takes.
+    """List packed weights and what each takes, unfinished ones too.
 
     Example: adaptive packed list
     """
@@ -31,7 +31,8 @@ def list_packed(settings: Settings) -> None:
     if not found:
         print("there are no packed weights: a target is packed when it first runs with --memory")
     for folder in found:
-        print(f"{size(sum(file.stat().st_size for file in folder.iterdir())):>10}  {folder.name}")
+        unfinished = "  (unfinished: being written, or left by a program that was killed)" * _is_unfinished(folder)
+        print(f"{size(sum(file.stat().st_size for file in folder.iterdir())):>10}  {folder.name}{unfinished}")
 
 
 @app.command()
@@ -41,24 +42,40 @@ def delete(
     name: Annotated[Optional[str], typer.Argument(help="As `adaptive packed list` shows it.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Delete all of them.")] = False,
 ) -> None:
-    """Delete packed weights. They are written again when the target next runs with --memory.
+    """Delete packed weights. They are written again when the target next runs with --memory. Unfinished ones are
+    deleted unless a program is writing them.
 
     Example: adaptive packed delete --all
     """
-    from checkpoints.files import remove
+    from adaptive.engines.streamed.packed import packed_root
+    from checkpoints.files import remove, sweep
 
     if everything == (name is not None):
         raise AdaptiveError("say which packed weights to delete: a NAME of `adaptive packed list`, or --all")
     chosen = [folder for folder in _folders(settings) if everything or folder.name == name]
     if name is not None and not chosen:
         raise AdaptiveError(f"there are no packed weights {name!r}; `adaptive packed list` shows those there are")
+    if any(_is_unfinished(folder) for folder in chosen):
+        sweep(packed_root(settings.state_dir))
     for folder in chosen:
-        remove(folder)
-    typer.echo(f"adaptive: deleted {len(chosen)}", err=True)
+        if not _is_unfinished(folder):
+            remove(folder)
+    kept = [folder for folder in chosen if folder.exists()]
+    typer.echo(f"adaptive: deleted {len(chosen) - len(kept)}", err=True)
+    if kept:
+        raise AdaptiveError(
+            f"not deleted: {', '.join(map(str, kept))}; another program is writing there, or the system refused it"
+        )
+
+
+def _is_unfinished(folder: Path) -> bool:
+    from checkpoints.files import UNFINISHED
+
+    return folder.name.startswith(UNFINISHED)
 
 
 def _folders(settings: Settings) -> list[Path]:
     from adaptive.engines.streamed.packed import packed_root
 
     root = packed_root(settings.state_dir)
-    return sorted(path for path in root.iterdir() if not path.name.startswith(".")) if root.is_dir() else []
+    return sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []

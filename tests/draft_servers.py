@@ -72,15 +72,21 @@ def impostor(real: str, answer: Callable[[Any, bytes], None]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def served_here(engine: Any, vocabulary: Vocabulary, settings: Settings | None = None, **options: Any) -> Iterator[str]:
+def served_here(
+    engine: Any,
+    vocabulary: Vocabulary,
+    settings: Settings | None = None,
+    change: Callable[[Hello], Hello] = lambda hello: hello,
+    **options: Any,
+) -> Iterator[str]:
     """Serve the draft server's application from a thread, over an engine of this process, by uvicorn with these
-    ``options``. Yields its address."""
+    ``options``. ``change`` makes what it says of its draft. Yields its address."""
     drafts = Drafts(engine, 10**9)
     hello = Hello(
         id="here", weights="0", vocab_size=engine.vocab_size, context_length=engine.context_length,
         trees=engine.trees, vocabulary=vocabulary.digest,
     )  # fmt: skip
-    desk = Desk(drafts, lambda: hello, vocabulary)
+    desk = Desk(drafts, lambda: change(hello), vocabulary)
     try:
         app = guarded(desk, settings or load_settings({}))
         with on_a_thread(app, timeout_graceful_shutdown=1, **options) as address:

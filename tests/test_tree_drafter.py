@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from conftest import BUNDLED, Command, save_head, save_random_adapter
 from test_lossless_sampled import PROMPT, VOCAB, exact_distribution, models, p_value  # noqa: F401
 
-from adaptive.assistant import Assistant
+from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.policy import FixedLength
 from adaptive.decoding.round import speculative_round
 from adaptive.decoding.verifier import Verifier
@@ -20,8 +21,12 @@ from adaptive.drafting.tree import TreeDrafter
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.tree import TokenTree
 from adaptive.errors import AdaptiveError
+from adaptive.grammar import Grammar
+from adaptive.noise import race
 from adaptive.pair import Pair, load_pair
-from adaptive.sampling import LogitsProcessor
+from adaptive.records.log import Log
+from adaptive.records.writer import LogWriter
+from adaptive.sampling import LogitsProcessor, transform_logits
 from adaptive.settings import fixed_draft_length, load_settings
 from adaptive.types import TREE, Message, SamplingParams, StopParams
 
@@ -88,18 +93,24 @@ def test_it_goes_on_from_what_was_committed(models: tuple[TransformersEngine, Tr
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("seeds", [False, True], ids=["none", "a seed each"])
 @pytest.mark.parametrize("params", [SamplingParams(temperature=1.3), SamplingParams(temperature=1.3, top_p=0.9)])
 def test_sampled_rounds_have_the_targets_law(
     models: tuple[TransformersEngine, TransformersEngine],  # noqa: F811
     params: SamplingParams,
+    seeds: bool,
 ) -> None:
     target, draft = models
     drafter, sequence = drafter_of(draft, params, depth=2), target.sequence()
     judge = Verifier(params, drafter.processor, torch.Generator().manual_seed(5))
     counts, depths = Counter[tuple[int, ...]](), Counter[int]()
-    for _ in range(ROUNDS):
+    for text in range(ROUNDS):
         sequence.rollback(0)
         drafter.rollback(0)
+        if seeds:
+            seeded = replace(params, seed=1000 + text)
+            drafter = drafter_of(draft, seeded, depth=2)
+            judge = Verifier(seeded, drafter.processor, torch.Generator())
         committed = list(PROMPT)
         while len(committed) < len(PROMPT) + 3:
             depths[speculative_round(sequence, drafter, judge, committed, 7)[0].accepted] += 1
@@ -156,10 +167,76 @@ def test_a_seed_means_the_same_text(pair: Pair, prompts: list[str]) -> None:
     assert said(pair, FixedLength(12, tree=True), prompts[::7], seeded, 40) == plain
 
 
-def test_with_penalties_a_chain_is_drafted(pair: Pair, prompts: list[str]) -> None:
-    penalised = SamplingParams(temperature=0.0, repetition_penalty=1.3)
-    plain = said(pair, FixedLength(0), prompts[:1], penalised, 40)
-    assert said(pair, FixedLength(4, tree=True), prompts[:1], penalised, 40, drafter="model") == plain
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_with_penalties_trees_are_drafted(pair: Pair, prompts: list[str], temperature: float) -> None:
+    """They are the default of some checkpoints."""
+    penalised = SamplingParams(temperature=temperature, repetition_penalty=1.3, logit_bias={5: 2.0}, seed=3)
+    plain = said(pair, FixedLength(0), prompts[:2], penalised, 40)
+    assert said(pair, FixedLength(8, tree=True), prompts[:2], penalised, 40) == plain
+
+
+def test_within_a_grammar_trees_are_drafted(pair: Pair) -> None:
+    grammar = Grammar("regex", "(yes|no|maybe)( [0-9]{3}){5}")
+    texts = []
+    for length in (0, 8):
+        assistant = Assistant(pair, FixedLength(length, tree=True), None)
+        prompt = encode_chat(pair, [Message("user", "Yes or no?")])
+        list(assistant.answer(prompt, (), "", GREEDY, StopParams(max_new_tokens=40), grammar=grammar))
+        assert assistant.last is not None
+        texts.append(assistant.last.text)
+    assert texts[0] == texts[1]
+    assert any(outcome.drafter == TREE and outcome.accepted for outcome in assistant.last.rounds)
+
+
+def test_a_tree_may_have_more_nodes_than_the_answer_has_tokens(pair: Pair, prompts: list[str]) -> None:
+    assistant = Assistant(pair, FixedLength(24, tree=True), None)
+    short = StopParams(max_new_tokens=4, ignore_eos=True)
+    tokens = [step.token for step in assistant.chat([Message("user", prompts[0])], GREEDY, short)]
+    assert assistant.last is not None
+    first = assistant.last.rounds[0]
+    assert first.drafted > 4
+    assert len(tokens) == 4
+    assert all(outcome.accepted <= 2 for outcome in assistant.last.rounds)  # and one by the target, one by the prompt
+    assert tokens == said(pair, FixedLength(0), prompts[:1], GREEDY, 4)[0]
+
+
+def test_the_first_guess_is_the_choice_of_the_noise(models: tuple[TransformersEngine, TransformersEngine]) -> None:  # noqa: F811
+    """A draft that is the target foresees every choice."""
+    params = SamplingParams(temperature=1.3, seed=11)
+    target = models[0]
+    drafter, sequence, committed = drafter_of(target, params), target.sequence(), list(PROMPT)
+    judge = Verifier(params, drafter.processor, torch.Generator())
+    for _ in range(10):
+        outcome, _, _ = speculative_round(sequence, drafter, judge, committed, 6)
+        assert outcome.accepted > 0
+    p = transform_logits(target.sequence().extend(PROMPT, 1), params).softmax(-1)
+    assert committed[len(PROMPT)] == int(race(p, 11, len(PROMPT)))
+
+
+def test_noise_that_is_known_makes_more_guesses_right(models: tuple[TransformersEngine, TransformersEngine]) -> None:  # noqa: F811
+    accepted = []
+    for seeded in (False, True):
+        found = 0
+        for text in range(150):
+            params = SamplingParams(temperature=1.3, seed=text if seeded else None)
+            drafter, sequence = drafter_of(models[1], params), models[0].sequence()
+            judge = Verifier(params, drafter.processor, torch.Generator().manual_seed(text))
+            found += speculative_round(sequence, drafter, judge, list(PROMPT), 4)[0].accepted
+        accepted.append(found)
+    assert accepted[1] > 1.1 * accepted[0]
+
+
+def test_answers_without_a_seed_differ_and_are_logged_without_one(pair: Pair, tmp_path: Path) -> None:
+    warm, stop = SamplingParams(temperature=1.2), StopParams(max_new_tokens=20, ignore_eos=True)
+    texts = set()
+    with LogWriter(tmp_path / "records.db") as log:
+        assistant = Assistant(pair, FixedLength(8, tree=True), log)
+        for _ in range(3):
+            texts.add("".join(step.text for step in assistant.chat([Message("user", "Tell me.")], warm, stop)))
+    assert len(texts) == 3
+    with Log(tmp_path / "records.db") as records:
+        assert len(records.newest(3)) == 3
+        assert not records.seeded(0)
 
 
 @pytest.mark.parametrize("text", ["tree:0", "tree:", "tree:257", "tree:auto", "65", "-1", "many", "٣٣٣", ""])

@@ -163,7 +163,7 @@ def test_greedy_and_seeded_output_is_the_targets_alone(target: TransformersEngin
     assert accepted[3] > 20
 
 
-def test_with_penalties_the_first_path_of_a_tree_is_verified(target: TransformersEngine) -> None:
+def test_with_penalties_a_tree_leaves_the_text_as_it_is(target: TransformersEngine) -> None:
     params = SamplingParams(temperature=0.0, repetition_penalty=1.3)
     tokens: list[list[int]] = []
     for drafted in (False, True):
@@ -176,15 +176,13 @@ def test_with_penalties_the_first_path_of_a_tree_is_verified(target: Transformer
     assert tokens[0] == tokens[1]
 
 
-def test_the_first_path_of_a_tree_is_a_chain() -> None:
-    rows = [np.full(5, 0.2, np.float32), None, np.full(5, 0.2, np.float32)]
-    chain = Proposal("x", [3, 4, 1], rows, [-1, 0, -1]).first_path()  # type: ignore[arg-type]
-    assert chain.parents is None
-    assert chain.tokens == [3, 4]
-    assert chain.probs is not None
-    assert torch.as_tensor(chain.probs).tolist() == [pytest.approx([0.2] * 5), [0, 0, 0, 0, 1]]
-    assert Proposal("x", [3, 4], None, [-1, -1]).first_path() == Proposal("x", [3], None)
-    assert chain.first_path() is chain
+def test_a_tree_is_cut_at_a_depth() -> None:
+    rows = [np.full(5, 0.2, np.float32), None, np.full(5, 0.2, np.float32), None, None]
+    tree = Proposal("x", [3, 4, 1, 2, 0], rows, [-1, 0, 1, -1, 3])  # type: ignore[arg-type]
+    assert tree.within(3) == tree
+    assert tree.within(2) == Proposal("x", [3, 4, 2, 0], [rows[0], None, None, None], [-1, 0, -1, 2])  # type: ignore[arg-type]
+    assert tree.within(1) == Proposal("x", [3, 2], [rows[0], None], [-1, -1])  # type: ignore[arg-type]
+    assert tree.within(0) is None
 
 
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)])

@@ -4,7 +4,7 @@ A round of n nodes takes about c0 + c1 * n seconds and commits one token more th
 by least squares over discounted rounds. The accepted tokens are learned as a running mean at each number of nodes,
 shrunk towards b * log2(1 + n) with one b for all: doubling the nodes of a best-first tree adds about the same each
 time. The number with the most expected tokens per second is chosen, among them 0, plain decoding. From time to time a
-neighbour of it is tried.
+neighbour of it is tried. Earlier text that is expected to bring more than the best tree is proposed in its place.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from adaptive.control.policy import Beside, LengthPolicy, Scope
+from adaptive.control.policy import Beside, Lead, LengthPolicy, Scope
 from adaptive.types import Round
 
 # Numbers of nodes to choose from. Larger trees bring hardly more accepted tokens, and their arithmetic becomes visible
@@ -29,6 +29,11 @@ COMMON = 4.0
 TRY_EVERY = 12
 # The numbers tried one after the other in the first rounds.
 FIRST_TRIES = (16, 64, 16, 32)
+# Multiple of the expected seconds above which a round counts as disturbed (a disk that wakes up, another program), and
+# disturbed rounds in a row from which on the machine has changed. Before, such a round counts as that multiple.
+FAR, PATIENCE = 2.0, 3
+# Accepted tokens expected of earlier text below which it is not verified.
+LEAST_REACH = 0.1
 
 
 class NodesByCost(LengthPolicy):
@@ -42,17 +47,31 @@ class NodesByCost(LengthPolicy):
         self.accepted = [0.0] * len(NODES)  # accepted tokens of rounds of about that many nodes, times their weight
         # Weighted sums over rounds of 1, n, n * n, seconds, n * seconds.
         self.sums = [0.0] * 5
+        self.disturbed = 0  # disturbed rounds in a row
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """The number of nodes of the next tree."""
         place = self._best()
         if self.rounds < len(FIRST_TRIES):
-            place = NODES.index(FIRST_TRIES[self.rounds])
+            place = self._first_try()
         elif self.rounds % TRY_EVERY == TRY_EVERY - 1:
             up = self.rounds // TRY_EVERY % 2 == 0
             place = min(max(place + (1 if up else -1), 1), len(NODES) - 1)
         self.expected = self._rate(place)
         return min(NODES[place], limit)
+
+    def worth_looking(self, behind: bool = False) -> bool:
+        """Before every round, since rounds are long; not behind a tree."""
+        return not behind
+
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
+        """The other proposal, if more accepted tokens are expected of it than of the best tree."""
+        most = max(0, min(limit, len(reach)))
+        tree = self._accepted(self._best()) if length else 0.0
+        return Lead(most, 0) if sum(reach[:most]) > max(tree, LEAST_REACH) else Lead(0, length)
+
+    def _first_try(self) -> int:
+        return NODES.index(FIRST_TRIES[self.rounds % len(FIRST_TRIES)])
 
     def _best(self) -> int:
         return max(range(len(NODES)), key=self._rate)
@@ -82,10 +101,19 @@ class NodesByCost(LengthPolicy):
 
     def observe(self, outcome: Round) -> None:
         """Learn the seconds and the accepted tokens of a round."""
-        self.rounds += 1
         n, seconds = outcome.drafted, outcome.draft_s + outcome.verify_s
+        usual = FAR * self._seconds(n)
+        self.disturbed = self.disturbed + 1 if 0.0 < usual < seconds else 0
+        if 0 < self.disturbed < PATIENCE:
+            seconds = usual
         seen = (1.0, n, n * n, seconds, n * seconds)
         self.sums = [KEEP * old + new for old, new in zip(self.sums, seen, strict=True)]
+        self.accept(outcome)
+
+    def accept(self, outcome: Round) -> None:
+        """Learn the accepted tokens of a round."""
+        self.rounds += 1
+        n = outcome.drafted
         if n:
             place = min(range(1, len(NODES)), key=lambda i: abs(math.log(n / NODES[i])))
             self.weight, self.accepted = [KEEP * w for w in self.weight], [KEEP * a for a in self.accepted]
@@ -111,11 +139,21 @@ class NodesByCost(LengthPolicy):
 
 
 class _NodesBeside(Beside):
-    """The same if several answers share a pass. Nothing is learned from such rounds."""
+    """The same if several answers share a pass. Of such rounds only the accepted tokens are learned."""
 
     def __init__(self, policy: NodesByCost) -> None:
         self._policy = policy
 
     def next_length(self, limit: int, answers: int) -> int:
-        """The best number of nodes alone, divided among the answers."""
-        return min(limit, NODES[self._policy._best()] // answers)
+        """The best number of nodes alone, or before any lone round those tried first, divided among the answers."""
+        policy = self._policy
+        place = policy._best() if policy.sums[0] else policy._first_try()
+        return min(limit, NODES[place] // answers)
+
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
+        """As alone."""
+        return self._policy.lead(reach, length, limit, singly)
+
+    def observe(self, outcome: Round) -> None:
+        """Learn the accepted tokens."""
+        self._policy.accept(outcome)

@@ -66,6 +66,7 @@ class GoodputWithHistory(GoodputLength):
         self.gains: list[float | None] = []
         self.models: list[bool] = []
         self.losses: dict[int, float] = {}
+        self.drafts = 0  # of the observed ones of these rounds, those that the model drafted first
         self.length = 0  # the result of ``next_length``
         self.beyond: list[Timed] = []  # rounds of which only the costs are to be learned
         # Rounds that were not reported to ``ahead`` yet, and whether something was found for them.
@@ -99,7 +100,7 @@ class GoodputWithHistory(GoodputLength):
         self.gains.clear()
         self.models.clear()
         self.losses.clear()
-        self.room = limit
+        self.drafts, self.room = 0, limit
         self.steady = min(self.steady, self.batch.rounds)  # so that history's rounds are learned from in time
         return length
 
@@ -316,9 +317,10 @@ class GoodputWithHistory(GoodputLength):
         self._beside(Timed(outcome, 0, 0))
 
     def _bins(self) -> list[int]:
-        if not self.attentive or (self.models and not all(self.models[self.elapsed.rounds : self.elapsed.rounds + 1])):
+        number = self.elapsed.rounds
+        if not self.attentive or (number < len(self.models) and not self.models[number]):
             return []
-        return self.stopping.bins_of(sum(self.models[: self.elapsed.rounds]) if self.models else self.elapsed.rounds)
+        return self.stopping.bins_of(self.drafts if self.models else number)
 
     def _beside(self, timed: Timed) -> None:
         outcome, tokens = timed.outcome, 1 + timed.outcome.accepted
@@ -375,7 +377,9 @@ class GoodputWithHistory(GoodputLength):
     def _ended(self, timed: Timed) -> None:
         self.round_s = timed.outcome.draft_s + timed.outcome.verify_s
         self.passed_s += self.round_s
-        self.untold.append((timed, self.elapsed.rounds < len(self.found) and self.found[self.elapsed.rounds]))
+        number = self.elapsed.rounds
+        self.drafts += number < len(self.models) and self.models[number]
+        self.untold.append((timed, number < len(self.found) and self.found[number]))
 
     def _tell(self) -> None:
         """Report the ended rounds to ``ahead``, several at once because that is faster."""
@@ -383,9 +387,14 @@ class GoodputWithHistory(GoodputLength):
             return
         self.rates, self.terms = {}, None
         untold, self.untold, speed = self.untold, [], self.costs.speed
+        believed: dict[tuple[int, int, int], float] = {}  # most rounds are like others
         for timed, found in untold:
-            tokens = 1 + timed.outcome.accepted
-            self.ahead.observe(found, tokens, self._believed(timed) / speed, self.after, found and not timed.steps)
+            outcome, steps, waiting, *_ = timed
+            kind = outcome.drafted, steps, waiting
+            seconds = believed.get(kind)
+            if seconds is None:
+                seconds = believed[kind] = self._believed(timed) / speed
+            self.ahead.observe(found, 1 + outcome.accepted, seconds, self.after, found and not steps)
             self.after = found
 
     def among(self, scope: Scope) -> Beside:

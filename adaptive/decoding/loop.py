@@ -145,6 +145,9 @@ class Decoding:
         self.cached = target.length
         self.most_tokens = min(request.stop.max_new_tokens, context_length - len(request.prompt))
         self._longest = len(request.prompt) + self.most_tokens  # tokens of the longest possible text
+        verifier.longest = self._longest
+        # Most tokens that the caches hold. The nodes of a tree are more than its accepted tokens can be.
+        self._most_held = context_length if policy.tree else self._longest
         self.output: list[int] = []
         self.text = ""
         self.finish_reason: str | None = None
@@ -231,7 +234,7 @@ class Decoding:
                 self._grafting_beside = Grafting(self.drafter, self.history, self._beside)
         beside, limit = self._beside, 0
         if speculate and self.drafter is not None:
-            limit = max(0, min(self._left - 1, self.drafter.limit(len(committed))))
+            limit = self._limit(self.drafter)
         length = beside.next_length(limit, answers)
         if length and self.drafter is not None:
             lacks = self.drafter.catch_up(len(committed))
@@ -298,8 +301,7 @@ class Decoding:
         while not self._ended and not late:
             limit = waiting = 0
             if speculate and self.drafter is not None:
-                # A round commits one token more than it accepts.
-                limit = max(0, min(self._left - 1, self.drafter.limit(len(self.committed))))
+                limit = self._limit(self.drafter)
                 waiting = self.drafter.catch_up(len(self.committed))
             length = policy.next_length(limit, waiting, len(self.committed))
             times, begins = policy.steady, len(self.rounds)
@@ -337,6 +339,13 @@ class Decoding:
             self.rounds[first:] = [outcome.stretched(times) for outcome in self.rounds[first:]]
             self._expected[first:] = [times * seconds for seconds in self._expected[first:]]
 
+    def _limit(self, drafter: Drafter) -> int:
+        """The most tokens that the drafter may propose in the next round, which commits one token more than it accepts.
+        The nodes of a tree need only have room in the caches: one that is too deep is cut (``round.py``)."""
+        committed = len(self.committed)
+        room = self._most_held - committed - (not self.policy.tree)
+        return max(0, min(room, drafter.limit(committed))) if self._left > 1 else 0
+
     def _who_drafts(self, length: int, grafting: Grafting | None) -> tuple[Drafter | None, int]:
         """The drafter of the next round and the number of tokens it may draft: the grammar, if it leaves no choice for
         more than ``length`` tokens; else history instead of or with the model, if ``grafting`` plans that; else the
@@ -355,9 +364,10 @@ class Decoding:
     def _reserve(self, length: int) -> None:
         """Reserve the caches for a round of ``length`` drafted tokens; the draft's cache follows the target's."""
         needed = len(self.committed) + max(AHEAD, 1 + length)
-        if self._reserved < needed and self._reserved < self._longest:
+        most = max(self._longest, min(needed, self._most_held))
+        if self._reserved < needed and self._reserved < most:
             more = max(ANSWER_RESERVE, self._reserved // 2)
-            reserved = min(self._longest, max(needed, (self._reserved or len(self.committed)) + more))
+            reserved = min(most, max(needed, (self._reserved or len(self.committed)) + more))
             self.target.reserve(reserved)
             self._reserved = reserved
         if length and self.drafter is not None and self._draft_reserved < self._reserved:

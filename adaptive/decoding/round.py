@@ -51,7 +51,7 @@ def propose(
     """The drafter's proposal in a form that the verifier accepts; None for a plain round."""
     if drafter is None or length <= 0:
         return None
-    return _verifiable(drafter.propose(committed, length, advise), verifier)
+    return _verifiable(drafter.propose(committed, length, advise), verifier, len(committed))
 
 
 def making(
@@ -60,12 +60,13 @@ def making(
     """``propose``, in one call with the proposals of other answers if the drafter supports that."""
     if length <= 0 or not made_together(drafter):
         return propose(drafter, verifier, committed, length, advise)
-    return _verifiable((yield from drafter.making(committed, length, advise)), verifier)
+    return _verifiable((yield from drafter.making(committed, length, advise)), verifier, len(committed))
 
 
-def _verifiable(proposal: Proposal | None, verifier: Verifier) -> Proposal | None:
-    if proposal is not None and proposal.parents is not None and verifier.adjusts:
-        return proposal.first_path()  # penalties and grammars change logits by the path before a token
+def _verifiable(proposal: Proposal | None, verifier: Verifier, committed: int) -> Proposal | None:
+    """The proposal; of a tree, the part that fits into the text. A round commits one token more than it accepts."""
+    if proposal is not None and proposal.parents is not None and verifier.longest is not None:
+        return proposal.within(verifier.longest - 1 - committed)
     return proposal
 
 

@@ -31,7 +31,7 @@ from adaptive.decoding.verify import NO_NUMBERS, NOTHING, Verdict
 from adaptive.drafting.proposal import Proposal
 from adaptive.errors import AdaptiveError
 from adaptive.noise import race
-from adaptive.sampling import Transform, Uniform, pick
+from adaptive.sampling import LogitsProcessor, Transform, Uniform, pick
 
 Row = npt.NDArray[np.float64]
 
@@ -45,11 +45,17 @@ class Choice(NamedTuple):
 
 
 def verify_tree(
-    logits: torch.Tensor, proposal: Proposal, transform: Transform, uniform: Uniform, position: int
+    logits: torch.Tensor,
+    proposal: Proposal,
+    transform: Transform,
+    uniform: Uniform,
+    position: int,
+    processor: LogitsProcessor | None = None,
 ) -> tuple[Verdict, list[int]]:
     """Verify a tree of K tokens, given the target's logits (K + 1, vocab) after the last committed token, for the token
-    at ``position`` of the text, and after each node. Returns the verdict and the accepted nodes. Raises AdaptiveError
-    if the logits of a row that is reached are not numbers."""
+    at ``position`` of the text, and after each node. The ``processor`` changes the logits of each row that is reached,
+    by the accepted tokens before it. Returns the verdict and the accepted nodes. Raises AdaptiveError if the logits of
+    a row that is reached are not numbers."""
     params, path, tokens = transform.params, list[int](), list[int]()
     chosen: list[float] = []
     following: dict[int, list[int]] = {}
@@ -58,6 +64,8 @@ def verify_tree(
     node: int | None = -1
     while node is not None:
         row, after = logits[node + 1 : node + 2], following.get(node, [])
+        if processor is not None:
+            row = processor.apply(row, torch.tensor(tokens, dtype=torch.long))
         if params.greedy:
             found = _greedy(row, proposal, after)
         elif params.seed is not None:

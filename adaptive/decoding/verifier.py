@@ -23,6 +23,7 @@ class Verifier:
         self.processor = processor
         self.uniform = Uniform(generator)
         self.adjusts = processor.active
+        self.longest: int | None = None  # most tokens of the text; None for no limit
 
     def verify(self, target: Sequence, fed: list[int], proposal: Proposal | None) -> tuple[Verdict, torch.Tensor]:
         """Feed the target ``fed`` and the K tokens of a proposal in one pass. Returns the verdict and the target's raw
@@ -47,7 +48,8 @@ class Verifier:
         fed tokens; the last of them is the ``held``-th token of the text."""
         drafted = [] if proposal is None else proposal.tokens
         if proposal is not None and proposal.parents is not None:
-            verdict, path = verify_tree(raw, proposal, self.transform, self.uniform, held)
+            adjusted = self.processor if self.adjusts else None
+            verdict, path = verify_tree(raw, proposal, self.transform, self.uniform, held, adjusted)
             target.keep([*range(fed), *(fed + node for node in path)])
             return verdict, raw.index_select(0, uploaded([0, *(1 + node for node in path)], torch.long, raw.device))
         logits = raw

@@ -24,7 +24,7 @@ import torch
 from adaptive.control.costs import LONGEST
 from adaptive.control.policy import Adviser
 from adaptive.drafting.model import ModelDrafter
-from adaptive.drafting.outcomes import ChainAhead, rows_of, stacked
+from adaptive.drafting.outcomes import SLICE, ChainAhead, rows_of, stacked
 from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.tree import Tree, TreeDrafter
 from adaptive.engines.protocol import Engine
@@ -131,7 +131,7 @@ class TreeAhead(TreeDrafter):
         """See ``TreeDrafter``; part of the tree may be drafted already."""
         known = self._continued(committed, length)
         self._tree, self._expects = None, False
-        if self._adjusts:
+        if self._adjusts:  # nothing is drafted ahead: the verifier uses the logits processor at the same time
             return super().propose(committed, length, advise)
         tree = self._grown(committed, length, known)
         self._tree, self._text = tree, list(committed)
@@ -152,13 +152,17 @@ class TreeAhead(TreeDrafter):
         return tree.behind(path[-1], length)
 
     def step(self) -> bool:
-        """Extend the likeliest nodes that were not extended yet. Returns whether there were any."""
+        """Read a part of the expected text, or extend the likeliest nodes that were not extended yet. Returns whether
+        there is more to do."""
         tree, self._tree = self._tree, None  # so that a failed tree is not used
         if self._expects:
-            self._expects, tree = False, Tree(NODES)
+            self._expects = False
             self.sequence.rollback(min(self.sequence.length, len(self._text) - 1))
-            logits = self.sequence.extend(self._unseen(self._text), 1)
-            tree.add(torch.tensor([-1]), *self._likeliest(logits, SIBLINGS), torch.zeros(1))
+            if self.catch_up(len(self._text)) > SLICE:
+                self.feed(self._text, SLICE)
+                self._expects = True
+                return True
+            tree = self._rooted(self._text, SIBLINGS)
             self._tree = tree
             return True
         if tree is None:
@@ -167,7 +171,7 @@ class TreeAhead(TreeDrafter):
         room = self.engine.context_length - len(self._text)
         nodes = tree.unasked(min(self.depth, room), min(self.width, NODES - len(tree.number)))
         if len(nodes):
-            self._ask(tree, nodes, SIBLINGS)
+            self._ask(tree, nodes, len(self._text), SIBLINGS)
         self._tree = tree
         return len(nodes) > 0
 

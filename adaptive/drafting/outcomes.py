@@ -29,6 +29,9 @@ WIDTH, SIBLINGS = 16, 128
 # Total probability of the outcomes to draft behind, and most tokens drafted behind one verification. Too low: rarer
 # outcomes are missed. Too high: it takes memory and processor time.
 COVERED, NODES = 0.999, 1024
+# Tokens of a text that one step reads. Too high: whoever stops the steps waits longer for the one that runs. Too low:
+# the draft's weights are read more often.
+SLICE = 128
 
 
 @dataclass(slots=True, eq=False)
@@ -113,13 +116,19 @@ class ChainAhead(ModelDrafter):
         self._found, self._ahead, self._group = {}, [], []
 
     def step(self) -> bool:
-        """Find the outcomes, or draft one token more behind some of them. Returns whether there is more to do."""
+        """Read a part of the text, find the outcomes, or draft one token more behind some of them. Returns whether
+        there is more to do."""
         if not self._most:
             return False
         begun, self._begun = self._begun, None  # so that nothing is used after a failure
         if begun is None:
-            if not self._begin():
+            if not self._has_room():
                 return False
+            self.sequence.rollback(min(self.sequence.length, len(self._text) - 1))
+            if self.catch_up(len(self._text)) > SLICE:
+                super().feed(self._text, SLICE)
+                return True
+            self._begin()
         else:
             self._grow()
         self._begun = len(self._text) if begun is None else begun
@@ -130,14 +139,15 @@ class ChainAhead(ModelDrafter):
         self._group = [self._ahead.pop() for _ in range(count)]
         return count > 0
 
-    def _begin(self) -> bool:
-        """Let the draft read unseen tokens and find the outcomes. Returns False if there is no room for them."""
+    def _has_room(self) -> bool:
+        """Whether anything can be drafted behind the text and the chain; limits the tokens to draft to the room."""
+        room = self.engine.context_length - len(self._text) - len(self._chain) - 1
+        self._most = max(0, min(self._most, room))
+        return self._most > 0
+
+    def _begin(self) -> None:
+        """Let the draft read the remaining unseen tokens and find the outcomes."""
         text, chain = self._text, self._chain
-        self._most = min(self._most, self.engine.context_length - len(text) - len(chain) - 1)
-        if self._most < 1:
-            self._most = 0
-            return False
-        self.sequence.rollback(min(self.sequence.length, len(text) - 1))
         rows = [self._probabilities(self.sequence.extend(self._unseen(text), 1))]
         if chain:
             known = self.engine.vocab_size - 1
@@ -146,7 +156,6 @@ class ChainAhead(ModelDrafter):
         self._nodes = len(chain)
         self._found = {(one.stood, one.token): one for one in self._outcomes(torch.cat(rows))}
         self._ahead = [*self._found.values()][::-1]
-        return True
 
     def _probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """The distributions of logits (n, vocab), on the CPU."""

@@ -50,23 +50,20 @@ class Proposal(NamedTuple):
         probs = None if self.probs is None else self.probs[:count]
         return Proposal(self.drafter, as_list(self.tokens[:count]), probs) if count else None
 
-    def first_path(self) -> Proposal:
-        """The chain that follows a tree from first child to first child, for verification of chains only. It is as
-        exact as the tree, since a first child was drawn from the distribution itself."""
-        if self.parents is None:
-            return self
-        path = [-1]
-        while path[-1] in self.parents:
-            path.append(self.parents.index(path[-1]))
-        nodes = path[1:]
+    def within(self, depth: int) -> Proposal | None:
+        """A tree without the nodes deeper than ``depth`` (1 for the first ones); None if none is left."""
+        assert self.parents is not None
+        depths, place, nodes = {-1: 0}, {-1: -1}, list[int]()
+        for node, parent in enumerate(self.parents):
+            depths[node] = 1 + depths[parent]
+            if depths[node] <= depth:
+                place[node] = len(nodes)
+                nodes.append(node)
+        if not nodes:
+            return None
         tokens: list[int] = [self.tokens[node] for node in nodes]  # type: ignore[misc]
-        probs: list[Any] = [] if self.probs is None else [self.probs[node] for node in nodes]
-        vocab = max((len(row) for row in probs if row is not None), default=0)
-        if not vocab:
-            return Proposal(self.drafter, tokens, None)
-        masses = point_masses(tokens, max(vocab, *(token + 1 for token in tokens)))
-        rows = [masses[i] if row is None else _wide(torch.as_tensor(row), masses) for i, row in enumerate(probs)]
-        return Proposal(self.drafter, tokens, torch.stack(rows))
+        probs: Any = None if self.probs is None else [self.probs[node] for node in nodes]
+        return Proposal(self.drafter, tokens, probs, [place[self.parents[node]] for node in nodes])
 
 
 def grafted(front: Proposal, back: Proposal) -> Proposal:
@@ -89,10 +86,6 @@ def _stacked(q: Distributions | None) -> torch.Tensor | None:
     if q is None or isinstance(q, torch.Tensor):
         return q
     return torch.from_numpy(np.stack(list(q)))
-
-
-def _wide(row: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(row.float(), (0, like.shape[1] - len(row)))
 
 
 def point_masses(tokens: Ids, vocab: int) -> torch.Tensor:

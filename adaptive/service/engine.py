@@ -419,6 +419,11 @@ class EngineThread:
 
 def _failure(error: Exception) -> Failed:
     """The event for a request that failed with ``error``."""
+    from adaptive.engines.streamed.packed import unreadable
+
+    if unreadable(error):
+        logger.error("%s", error)
+        return Failed(503, str(error))
     if isinstance(error, AdaptiveError):  # for example a prompt longer than the context
         return Failed(400, str(error))
     logger.error("a request failed", exc_info=error)

@@ -7,6 +7,7 @@ values; and any of their tensors on request.
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,15 @@ def _header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     a safetensors file."""
     try:
         with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
+            first = stream.read(8)
+            size = int.from_bytes(first, "little")
+            if len(first) < 8 or size > os.fstat(stream.fileno()).st_size - 8:
+                pointer = ", but a Git LFS pointer; run `git lfs pull` in its folder" * (first == b"version ")
+                raise ValueError(f"it is no whole safetensors file{pointer}")
             header = json.loads(stream.read(size))
-    except (OSError, ValueError, OverflowError) as error:
+            if not isinstance(header, dict):
+                raise ValueError("its header is no table of tensors")
+    except (OSError, ValueError) as error:
         raise AdaptiveError(f"{file} cannot be read: {first_line(error)}") from error
     header.pop("__metadata__", None)
     return 8 + size, header

@@ -9,11 +9,13 @@ the processor's kernels.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import mmap
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -150,12 +152,15 @@ def write(
 ) -> None:
     """Write the packed weights of a checkpoint, whose ``skeleton`` is ``model``. At most one linear layer of it is in
     memory at a time. ``tell`` is called with the share written. Raises AdaptiveError if the weights cannot be
-    written."""
+    written, or if there is no room for them: a full disk would stop the log too."""
     size = sum(module.weight.nbytes for module in linear_names(model)) // (model.dtype.itemsize if int8 else 1)
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     files.sweep(folder.parent)
     part = files.unfinished(folder.parent)
     try:
+        free = shutil.disk_usage(folder.parent).free
+        if free < size:
+            raise OSError(errno.ENOSPC, f"{free / 1e9:.2f} GB are free")
         part.mkdir(mode=0o700)
         with os.fdopen(os.open(part / "weights.bin", os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
             writing = _Writing(checkpoint, model, int8, file, lambda written: tell(min(1.0, written / size)))
@@ -177,12 +182,18 @@ def write(
         files.finished(part)
 
 
+def unreadable(error: BaseException) -> bool:
+    """Whether a pass ended with ``error`` because the packed weights could not be read."""
+    found = library()
+    return found is not None and isinstance(error, found.module.ReadError)
+
+
 class PackedFile:
     """The packed weights in a folder. ``file`` is a descriptor for reading, past the system's cache if the file system
     supports that."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises AdaptiveError if the manifest or the file's size is wrong."""
+        """Raises AdaptiveError if the manifest or the file's size is wrong, or if they cannot be read."""
         self.folder = folder
         try:
             said = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -192,13 +203,21 @@ class PackedFile:
             if there != size:
                 raise ValueError(f"weights.bin has {there} bytes instead of {size}")
             self.file = _open(folder / "weights.bin")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._damaged(first_line(error)) from error
+        except OSError as error:
+            raise self._unreadable(error) from error
 
     def _damaged(self, why: str) -> AdaptiveError:
         return AdaptiveError(
             f"the packed weights in {self.folder} are damaged ({why}); they are written again after "
             f"`adaptive packed delete {self.folder.name}`"
+        )
+
+    def _unreadable(self, error: OSError) -> AdaptiveError:
+        return AdaptiveError(
+            f"the packed weights in {self.folder} cannot be read ({first_line(error)}); check the disk and the "
+            "permissions, then start again"
         )
 
     @property
@@ -213,15 +232,34 @@ class PackedFile:
             done = 0
             while done < section.bytes:
                 with whole[done:] as rest:
-                    try:
-                        got = os.preadv(self.file, [rest], section.offset + done)
-                    except OSError as error:
-                        raise self._damaged(first_line(error)) from error
+                    got = self._read(rest, section.offset + done)
                 if not got:
                     raise self._damaged("weights.bin is too short")
                 done += got
             if hashlib.sha256(whole).hexdigest() != section.sha256:
                 raise self._damaged("its hash is another than when it was written")
+
+    def _read(self, to: memoryview, offset: int) -> int:
+        """Read bytes from an offset on, through the system's cache if the file system opens files for direct reads but
+        does not make them. Returns their number. Raises AdaptiveError."""
+        try:
+            try:
+                return os.preadv(self.file, [to], offset)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+                self._read_through_cache()
+                return os.preadv(self.file, [to], offset)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _read_through_cache(self) -> None:
+        """Let ``file`` be open without direct reads. Other threads may be reading from it."""
+        opened = os.open(self.folder / "weights.bin", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.dup2(opened, self.file, inheritable=False)
+        finally:
+            os.close(opened)
 
     def close(self) -> None:
         """Close ``file``. A native stream has its own descriptor and stays usable."""

@@ -3,10 +3,13 @@
 // Streamed layers share a few buffers. They are read in the order in which they compute, and the first follows the
 // last: the first layers of the next pass are read while this pass ends and while the draft proposes. A layer always
 // has the same buffer, so that its linear layers keep their addresses. Several threads read pieces of a layer at once,
-// past the system's page cache if the file was opened for that.
+// past the system's page cache if the file was opened for that. After an error the next wait reads again: a disk that
+// was away for a while needs no restart.
 
 #pragma once
 
+#include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,10 +17,13 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <fstream>
+#include <iterator>
 #include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -40,13 +46,34 @@ struct File {
   ~File() {
     if (number >= 0) close(number);
   }
+
+  // -1 if it is unknown.
+  int64_t size() const {
+    struct stat found;
+    return fstat(number, &found) ? -1 : int64_t(found.st_size);
+  }
+
+  // Where the file was opened; empty if the system does not say that.
+  std::string path() const {
+    char found[4096];
+    const ssize_t size = readlink(("/proc/self/fd/" + std::to_string(number)).c_str(), found, sizeof found);
+    return std::string(found, size_t(std::max<ssize_t>(size, 0)));
+  }
 };
+
+inline std::string contents(const std::string& path) {
+  std::ifstream stream(path, std::ios::binary);
+  return std::string(std::istreambuf_iterator<char>(stream), {});
+}
 
 class Stream {
  public:
   // `sections` has one section for each layer, without bytes for a layer that stays in memory. `piece`: bytes of a
-  // request; `readers`: requests in progress at once. The caller still owns `file`, which is duplicated.
-  Stream(int file, const std::vector<Section>& sections, int64_t piece, int readers) : file_{dup(file)}, piece_(piece) {
+  // request; `readers`: requests in progress at once. The caller still owns `file`, which is duplicated. Its manifest
+  // is in the same folder.
+  Stream(int file, const std::vector<Section>& sections, int64_t piece, int readers)
+      : file_{dup(file)}, path_(file_.path()), folder_(path_.substr(0, path_.rfind('/'))), manifest_(manifest()),
+        size_(file_.size()), piece_(piece) {
     for (const Section& section : sections) {
       order_.push_back(section.bytes ? int64_t(streamed_.size()) : -1);
       if (section.bytes) streamed_.push_back(section);
@@ -77,6 +104,7 @@ class Stream {
     const int64_t wanted = order_[layer], count = int64_t(streamed_.size());
     if (wanted < 0) return;
     std::unique_lock<std::mutex> lock(mutex_);
+    if (!error_.empty()) read_again(lock, wanted);
     // An interrupted pass leaves layers that were read and not computed: skip them.
     while (computed_ % count != wanted) {
       until_read(lock);
@@ -109,8 +137,10 @@ class Stream {
     const int64_t count = int64_t(streamed_.size());
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
-      room_.wait(lock, [&] { return ends_ || !error_.empty() || at_ || begun_ - apart_[begun_ % count] < computed_; });
-      if (ends_ || !error_.empty()) return;
+      room_.wait(lock, [&] {
+        return ends_ || (error_.empty() && (at_ || begun_ - apart_[begun_ % count] < computed_));
+      });
+      if (ends_) return;
       const int64_t number = begun_;
       const Section& section = streamed_[number % count];
       const int64_t from = at_, bytes = std::min(piece_, section.bytes - from);
@@ -130,8 +160,8 @@ class Stream {
     while (bytes) {
       const ssize_t got = pread(file_.number, to, size_t(bytes), off_t(offset));
       if (got < 0 && errno == EINTR) continue;
-      if (got < 0) return std::strerror(errno);
-      if (!got) return "it is shorter than it was";
+      if (got < 0) return std::strerror(errno) + std::string("; the next answer tries again");
+      if (!got) return "it is shorter than it was; end this program and run `adaptive packed delete " + name() + "`";
       to += got, offset += got, bytes -= got;
     }
     return {};
@@ -141,11 +171,33 @@ class Stream {
   void until_read(std::unique_lock<std::mutex>& lock) {
     const int64_t slot = computed_ % int64_t(streamed_.size());
     there_.wait(lock, [&] { return !error_.empty() || (begun_ > computed_ && !left_[slot]); });
-    if (!error_.empty()) throw ReadError("the weights on disk can no longer be read: " + error_);
+    if (!error_.empty()) throw ReadError("the weights in " + path_ + " can no longer be read: " + error_);
   }
 
-  const File file_;
-  const int64_t piece_;
+  // Lets the readers begin anew with the streamed layer `wanted`.
+  void read_again(std::unique_lock<std::mutex>& lock, int64_t wanted) {
+    there_.wait(lock, [&] { return std::all_of(left_.begin(), left_.end(), [](int left) { return !left; }); });
+    reopen();
+    while (computed_ % int64_t(streamed_.size()) != wanted) computed_++;
+    begun_ = computed_, at_ = 0;
+    error_.clear();
+    room_.notify_all();
+  }
+
+  // Takes the file that is now at the path if it holds the same weights: the descriptor of a disk that was away stays
+  // unreadable when the disk is back. To be called while no request is in progress.
+  void reopen() {
+    File found{open(path_.c_str(), fcntl(file_.number, F_GETFL) | O_CLOEXEC)};
+    if (found.number >= 0 && found.size() == size_ && manifest() == manifest_) std::swap(file_.number, found.number);
+  }
+
+  std::string manifest() const { return contents(folder_ + "/manifest.json"); }
+
+  std::string name() const { return folder_.substr(folder_.rfind('/') + 1); }
+
+  File file_;
+  const std::string path_, folder_, manifest_;
+  const int64_t size_, piece_;
   std::vector<int64_t> order_;  // by layer, its number among the streamed layers; -1 for a layer in memory
   std::vector<Section> streamed_;
   std::vector<int64_t> apart_;
