@@ -25,7 +25,8 @@ def drafted(head: Head, tokens: torch.Tensor, features: torch.Tensor, start: int
         keys = torch.arange(row + 1)
         far = window and (kinds is None or kinds[0] == "sliding_attention")
         hidden_away = keys <= row - window if far else torch.zeros(row + 1, dtype=torch.bool)
-        mask = torch.zeros(1, 1, 1, row + 1).masked_fill_(hidden_away, torch.finfo(torch.float32).min)
+        mask = torch.zeros(1, 1, 1, row + 1, dtype=features.dtype)
+        mask.masked_fill_(hidden_away, torch.finfo(features.dtype).min)
         made = head(tokens[:, row : row + 1], feature, torch.tensor([[row]]), mask, cache)
         if row >= start:
             found.append(made[0, 0])
