@@ -41,6 +41,8 @@ def install(
 
     Example: adaptive service install -- --target ./my-target --draft ./my-draft --port 8081
     """
+    from rich.console import Console
+
     manager = _manager()
     command = [*_program(), "serve", *_checked(_absolute(options or []))]
     manager.write(command)
@@ -54,7 +56,8 @@ def install(
         typer.echo(f"start it with: {manager.how_to_start}")
         return
     manager.start()
-    time.sleep(LOOKED_AFTER_S)
+    with Console(stderr=True).status("waiting to see whether it keeps running"):
+        time.sleep(LOOKED_AFTER_S)
     if (state := manager.state()) not in (manager.running, "unknown"):
         typer.echo(f"started, but it does not run ({state}); {manager.more}", err=True)
         raise typer.Exit(1)

@@ -95,7 +95,9 @@ def test_over_all_seeds_the_whole_loop_samples_from_the_target(
     assert p_value(counts, exact_distribution(models[0], PARAMS[1])) > 0.001
 
 
-@pytest.mark.parametrize("ours", [True, False], ids=["kernels", "transformers"])
+@pytest.mark.parametrize(
+    "ours", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["kernels", "transformers"]
+)
 def test_greedy_and_seeded_output_equal_the_target_alone(ours: bool, prompts: list[str], tmp_path: Path) -> None:
     folder = BUNDLED / "target"
     head = few_of(save_head(folder, tmp_path / "head"), folder, torch.arange(0, 4096, 2))
@@ -295,6 +297,7 @@ def test_a_training_run_chooses_one_and_the_gate_judges_with_it(tmp_path: Path) 
         assert (other.acceptance[:, ~outside] >= one.acceptance[:, ~outside] - 1e-6).all()
 
 
+@pytest.mark.thorough
 def test_it_is_chosen_again_at_the_next_run(tmp_path: Path) -> None:
     spool = keep(tmp_path, speak(target(), 100, SamplingParams(temperature=0.7)))
     folder = wide_target(tmp_path / "wide", 12_000)

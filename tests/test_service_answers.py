@@ -147,7 +147,7 @@ def test_a_session_takes_the_turns_of_its_chat_with_it_that_have_another_name(
     assert http.get("/adaptive/sessions/b2").json() == {"answers": 1}
 
 
-@pytest.mark.parametrize("whole_session", [False, True])
+@pytest.mark.parametrize("whole_session", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_an_answer_in_progress_does_not_bring_a_forgotten_one_back(
     server: Server, http: httpx.Client, whole_session: bool
 ) -> None:
