@@ -79,10 +79,13 @@ class TreeDrafter(ModelDrafter):
         tree.add(nodes, *self._likeliest(logits, places, most), tree.scores[nodes])
 
     def _adjusted(self, logits: torch.Tensor, tree: Tree, nodes: torch.Tensor) -> torch.Tensor:
-        """The logits (rows, vocab) behind ``nodes``, with the logits processor's changes by the path to each."""
+        """The logits (rows, vocab) behind ``nodes``, with the logits processor's changes; those of a grammar are by the
+        path to each node."""
         logits = logits[:, : self.target_vocab].float()
         if not self._adjusts:
             return logits
+        if self.processor.constraint is None:  # penalties for the tree's own tokens change little, and take long
+            return self.processor.apply(logits, torch.empty(0, dtype=torch.long))
         paths = (torch.tensor(tree.text(node), dtype=torch.long) for node in nodes.tolist())
         rows = zip(logits.split(1), paths, strict=True)
         return torch.cat([self.processor.apply(row, path) for row, path in rows])
