@@ -17,6 +17,7 @@ import pytest
 from conftest import BUNDLED, save_random_adapter
 from records_factory import generation
 from service_server import Server
+from small_disks import small_disk
 from store_factory import NEW
 from test_worker import Taught, taught
 
@@ -35,15 +36,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0,
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     """A file system of a megabyte."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
+    with small_disk(tmp_path / "small", "1m") as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def fill(folder: Path) -> Path:

@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -22,6 +22,7 @@ import pytest
 import torch
 from conftest import BUNDLED, Command
 from rich.console import Console
+from small_disks import small_disk
 from test_service_engine import job
 from test_streamed import TARGET, packed_in, streamed
 
@@ -130,21 +131,6 @@ def test_weights_that_cannot_be_read_are_not_called_damaged(tmp_path: Path) -> N
         file.read(file.sections[-1], mmap.mmap(-1, 4096))
     assert "delete" not in str(error.value)
     file.close()
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A file system of its own at ``folder``."""
-    folder.mkdir(parents=True)
-    if not hasattr(os, "geteuid") or os.geteuid() != 0:
-        pytest.skip("mounting needs root")
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def test_a_disk_without_room_is_not_filled(tmp_path: Path, adaptive: Command) -> None:

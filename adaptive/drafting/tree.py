@@ -96,7 +96,7 @@ class TreeDrafter(ModelDrafter):
         if not self.params.greedy:
             logits = transform_logits(logits, self.params)
         scores = logits.log_softmax(-1)
-        if self.params.seed is not None and not self.params.greedy:
+        if self.params.seeded:
             scores = (scores + torch.cat([self._noise(place, scores) for place in places])).log_softmax(-1)
         top = scores.topk(min(most, scores.shape[1]), dim=-1)
         return top.values.cpu(), top.indices.cpu()
