@@ -167,7 +167,8 @@ def test_a_proposal_over_recorded_steps_is_the_one_over_eager_steps(params: Samp
     for drafter in made_of:
         drafter.prepare(100, Stopping(LONGEST))
     passes = made_of[0].engine.recorded  # type: ignore[attr-defined]
-    assert {which.size for which in passes.recordings} == set(graphs.CHOSEN)
+    assert {which.size for which in passes.recordings} == set(TOKENS)
+    assert {which.size for which in passes.recordings if which.chooser is not None} == set(graphs.CHOSEN)
     held, lengths = dict(passes.recordings), set()
     for turn in range(12):
         found = [d.propose(committed, 1 + turn % 6, stops(0.1 * (turn % 3))) for d in made_of]
@@ -193,7 +194,7 @@ def test_answers_find_recorded_what_was_warmed_up() -> None:
     warm_up(target, draft, QUEUED[0], None)
     held = [dict(engine.recorded.recordings) for engine in (target, draft) if engine.recorded is not None]
     queues = DEVICE == "cuda"
-    assert [len(one) for one in held] == [len(TOKENS), len(graphs.CHOSEN if queues else TOKENS)]
+    assert [len(one) for one in held] == [len(TOKENS)] * 2
     for _ in range(2):
         sequence, drafter = target.sequence(), drafting(draft, QUEUED[0])
         drafter.queues = queues
@@ -206,8 +207,23 @@ def test_recordings_under_sampling_parameters_that_are_out_of_use_go() -> None:
     assert engine.recorded is not None
     for number in range(graphs.CHOOSERS + 3):
         drafting(engine, SamplingParams(temperature=0.5 + 0.1 * number)).prepare(100, None)
-        assert len(engine.recorded.recordings) <= graphs.CHOOSERS * len(graphs.CHOSEN)
-    assert len(engine.recorded.recordings) == graphs.CHOOSERS * len(graphs.CHOSEN)
+    chosen = [which for which in engine.recorded.recordings if which.chooser is not None]
+    assert len(chosen) == graphs.CHOOSERS * len(graphs.CHOSEN)
+    assert len(engine.recorded.recordings) == len(chosen) + len(TOKENS) - len(graphs.CHOSEN)
+
+
+def test_a_proposal_after_tokens_of_others_is_recorded() -> None:
+    """After plain rounds or rounds of history, a proposal's first step feeds what these committed."""
+    engine = engines(made("llama").float())[0]
+    drafter = drafting(engine, SamplingParams(temperature=0.0))
+    drafter.prepare(100, None)
+    drafter.propose(text(20).tolist(), 2)
+    assert engine.recorded is not None
+    for count in range(1, TOKENS[-1] + 1):
+        drafter.rollback(20)
+        before = engine.recorded.replayed
+        drafter.propose(text(20 + count).tolist(), 2)
+        assert engine.recorded.replayed == before + 2
 
 
 def test_a_head_that_reads_layers_is_recorded_where_its_target_is() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -22,6 +22,8 @@ from adaptive.pair import Pair
 from adaptive.types import SamplingParams
 from cli.bench import of_every_kind
 from cli.contenders import Contender, ours, policies, race, table, theirs
+from cli.contenders import Result as Raced
+from cli.prompts import PromptLine
 from gpu_parts.clocks import Taken, take
 from gpu_parts.models import read_bytes
 from gpu_parts.saying import GREEDY, SAMPLED, Speaker, fitting, model_of, prompts, text
@@ -31,6 +33,8 @@ from gpu_parts.work import Bench, Budget, Figures, Result, name_of, read
 CONTEXT = 200
 # Seconds without which costs are not measured, nor transformers' own decoding: each takes up to ten.
 ENOUGH_S = 15.0
+# Share of the seconds of a race that our ways have, if transformers' own run as well.
+OURS = 0.7
 
 
 def bandwidth(bench: Bench) -> Figures:
@@ -174,16 +178,25 @@ def _raced(
     bench: Bench, pair: Pair, sampling: SamplingParams, costs: CostTable | None, budget: Budget, peers: bool
 ) -> list[dict[str, Any]]:
     """Race all ways in turn on the same prompts, on as many of these as the budget allows."""
-    field = [ours("ours, plain", pair, FixedLength(0), sampling)]
-    field += [ours(name, pair, policy, sampling) for name, policy in policies(bench.scale.lengths).items()]
+    warm, plain, again = (ours("ours, plain", pair, FixedLength(0), sampling) for _ in range(3))  # each with own caches
+    field = [ours(name, pair, policy, sampling) for name, policy in policies(bench.scale.lengths).items()]
     field += [ours(name, pair, policy, sampling) for name, policy in _controllers(pair, costs).items()]
-    if peers:
-        field += _theirs(pair, sampling, bench.scale.lengths[-1])
-    # The last one is not raced: ours would find it in its caches.
     *given, other = of_every_kind(bench.scale.prompts + 1)
-    says = [partial(one.answer, other) for one in field]
-    tokens = fitting(says, budget, bench.scale.race_tokens)
-    turns, results = race(field, given, tokens, warm_up=False), []
+    for prompt in given:
+        warm.answer(prompt, 1)  # the first pass over a prompt of each length loads kernels
+    found = _turns(bench, [plain, *field], given, other, budget.share(OURS) if peers else budget)
+    if peers:  # apart, because they are slow: ours would have a few short answers only
+        found += _turns(bench, [again, *_theirs(pair, sampling, bench.scale.lengths[-1])], given, other, budget)[1:]
+    return found
+
+
+def _turns(
+    bench: Bench, field: Sequence[Contender], given: Sequence[PromptLine], other: PromptLine, budget: Budget
+) -> list[dict[str, Any]]:
+    """Race contenders on as many of the ``given`` prompts as the budget allows; the first one is plain decoding. The
+    ``other`` prompt shows how long answers may be: ours would find a raced one in its caches."""
+    tokens = fitting([partial(one.answer, other) for one in field], budget, bench.scale.race_tokens)
+    turns, results = race(field, given, tokens, warm_up=False), list[Raced]()
     while len(results) < len(field) * len(given):
         if results and budget.over:
             break

@@ -88,7 +88,7 @@ def test_attention(heads: int, key_heads: int, size: int, window: int, count: in
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize(("inputs", "outputs"), [(128, 40), (704, 96)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 40), (704, 96), (512, 41), (1024, 40)])
 def test_quantised_products(inputs: int, outputs: int, count: int) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes.functional")
     from adaptive.engines.cuda import kernels
@@ -100,8 +100,9 @@ def test_quantised_products(inputs: int, outputs: int, count: int) -> None:
     scales = matrix.float().abs().amax(1)
     rounded = (matrix.float() / scales[:, None] * 127).round().to(torch.int8)
     for bias in (None, random(outputs, dtype=SIXTEEN)):
-        found = kernels.nf4(x, packed.view(-1, inputs // 2), state.absmax.view(-1, inputs // 64), state.code, bias)
-        near(found, operations.linear(x, meant, bias))
+        given = packed.view(-1, inputs // 2), state.absmax.view(-1, inputs // 64), state.code
+        for way in kernels.WAYS:
+            near(kernels.nf4(x, *given, bias, way), operations.linear(x, meant, bias))
         right = operations.linear(x, (rounded.float() * scales[:, None] / 127).to(SIXTEEN), bias)
         near(kernels.int8(x, rounded, scales, bias), right)
 

@@ -3,9 +3,11 @@ by running the exactness parts of ``benchmarks/gpu.py`` on tiny models."""
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +115,36 @@ def test_every_size_is_captured_and_gives_the_eager_logits(name: str, dtype: tor
         found, right = one.extend(text(count), count).float(), other.extend(text(count), count).float()
         assert float((found - right).norm() / right.norm()) < tolerance
     assert passes.replayed == 6
+
+
+def test_garbage_that_holds_a_graph_does_not_end_a_capture() -> None:
+    """Python may collect garbage at any time, also while passes are captured."""
+    old, engine = recorded("llama")[0], recorded("llama")[0]
+    old.sequence().prepare(100)
+    garbage, short, dropped = [[old]], engine.short, []
+    del old
+
+    def littering(*given: Any) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing() and garbage:
+            one = garbage.pop()
+            one.append(one)  # a cycle, which only the collector frees
+            dropped.append(len(one))
+            del one
+            _ = [[] for _ in range(10_000)]
+        assert short is not None
+        return short(*given)
+
+    engine.short = littering  # type: ignore[assignment]
+    before = gc.get_threshold()
+    gc.set_threshold(100, 1, 1)
+    try:
+        engine.sequence().prepare(100)
+    finally:
+        gc.set_threshold(*before)
+    assert dropped
+    assert engine.recorded is not None
+    assert engine.recorded.problem is None
+    assert engine.short is littering
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["by confidence", "of one length"])

@@ -14,10 +14,13 @@ import triton
 import triton.language as tl
 from torch import nn
 
+from adaptive.engines.cuda.nf4 import WAYS, nf4
+
+__all__ = ["WAYS", "add_norm", "attend", "gate", "int8", "linear", "nf4", "rotate_and_store"]
+
 # Numbers of a weight's row that a program of ``_vector`` reads at once, and its rows: more for large matrices.
 STEP, ROWS, FEW_ROWS, LARGE = 1024, 4, 2, 2048
-# Rows of a quantised matrix that a program multiplies, and numbers of each row that it reads at once.
-NF4_ROWS, NF4_STEP = 16, 256
+# Rows of a matrix in int8 that a program multiplies, and numbers of each row that it reads at once.
 INT8_ROWS, INT8_STEP = 32, 256
 # Most keys of a step of attention, and their bytes, which must fit several times into a multiprocessor. Rows of queries
 # that a program holds at most: of all tokens and a key head's group.
@@ -38,51 +41,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         x, weight, y if bias is None else bias, y, inputs, outputs, bias is not None, rows, step
     )
     return y
-
-
-def nf4(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, code: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """x (n, inputs) @ W.T + bias for a matrix in nf4 (arXiv 2305.14314): two indices into ``code`` (16,) in each byte
-    of ``weight`` (outputs, inputs / 2), the first in the high bits, times ``scales`` (outputs, inputs / 64)."""
-    count, inputs = x.shape
-    y = torch.empty(count, len(weight), dtype=x.dtype, device=x.device)
-    # In one stage: in more, Triton would look up each number by a copy to shared memory, 20 times as slow.
-    _nf4[(triton.cdiv(len(weight), NF4_ROWS),)](
-        x.view(torch.int32), weight, scales, code, y if bias is None else bias, y, count, inputs, len(weight),
-        bias is not None, max(16, triton.next_power_of_2(count)), NF4_ROWS, NF4_STEP, num_warps=4, num_stages=1,
-    )  # fmt: skip
-    return y
-
-
-@triton.jit(do_not_specialize=["count"])
-def _nf4(  # type: ignore[no-untyped-def]
-    pairs, weight, scales, code, bias, y, count, inputs, outputs,
-    BIAS: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    there, token = rows < outputs, tl.arange(0, COUNT)
-    kind = y.dtype.element_ty
-    sums = tl.zeros((ROWS, COUNT), tl.float32)
-    first_byte = weight + rows.to(tl.int64)[:, None] * (inputs // 2)
-    first_scale = scales + rows[:, None] * (inputs // 64)
-    for first in range(0, inputs // 2, STEP // 2):
-        at = first + tl.arange(0, STEP // 2)
-        inside = at < inputs // 2
-        both = there[:, None] & inside[None, :]
-        read = tl.load(first_byte + at[None, :], mask=both, other=0).to(tl.int32)
-        scale = tl.load(first_scale + at[None, :] // 32, mask=both, other=0.0)
-        even = (tl.load(code + (read >> 4)) * scale).to(kind)
-        odd = (tl.load(code + (read & 15)) * scale).to(kind)
-        known = (token < count)[None, :] & inside[:, None]
-        pair = tl.load(pairs + token[None, :] * (inputs // 2) + at[:, None], mask=known, other=0)
-        sums = tl.dot(even, (pair & 0xFFFF).to(tl.int16).to(kind, bitcast=True), sums)
-        sums = tl.dot(odd, (pair >> 16).to(tl.int16).to(kind, bitcast=True), sums)
-    if BIAS:
-        sums += tl.load(bias + rows, mask=there, other=0.0).to(tl.float32)[:, None]
-    tl.store(
-        y + token[None, :] * outputs + rows[:, None], sums.to(kind), mask=there[:, None] & (token < count)[None, :]
-    )
 
 
 def int8(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

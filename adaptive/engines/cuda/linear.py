@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
+from adaptive.engines.cuda.capture import captured
 from adaptive.errors import first_line
 
 logger = logging.getLogger("adaptive.engines")
@@ -79,29 +81,35 @@ def _nf4(layers: Sequence[Any], use: ModuleType) -> Product | None:
     code, inputs = states[0].code, layers[0].in_features
     packed, scales = packed.view(-1, inputs // 2), scales.view(-1, inputs // NF4_BLOCK)
 
-    def multiply(x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = use.nf4(x, packed, scales, code, bias)
+    def ours(way: int, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = use.nf4(x, packed, scales, code, bias, way)
         return y
-
-    if not packed.is_cuda:
-        return multiply  # interpreted: nothing to time
 
     def theirs(x: torch.Tensor) -> torch.Tensor:
         return _called([layer.forward for layer in layers], x)  # without hooks
 
+    if not packed.is_cuda:
+        return partial(ours, 1)  # interpreted: nothing to time
     shape = inputs, len(packed), packed.device
-    if shape not in _PAYS:
+    if shape not in _FASTEST:
+        ways = {way: partial(ours, way) for way in use.WAYS}
         tried = [torch.ones(count, inputs, dtype=layers[0].compute_dtype, device=packed.device) for count in TRIED]
-        _PAYS[shape] = tuple(_seconds(multiply, x) < MARGIN * _seconds(theirs, x) for x in tried)
-        logger.debug("nf4, %d x %d: our kernel is faster: %s", inputs, len(packed), _PAYS[shape])
-    single, several = _PAYS[shape]
-    return lambda x: multiply(x) if (single if len(x) == 1 else several) else theirs(x)
+        _FASTEST[shape] = tuple(_fastest(ways, theirs, x) for x in tried)
+        logger.debug("nf4, %d x %d: warps of the fastest kernel of ours: %s", inputs, len(packed), _FASTEST[shape])
+    single, several = (theirs if way is None else partial(ours, way) for way in _FASTEST[shape])
+    return lambda x: single(x) if len(x) == 1 else several(x)
 
 
-# Whether our kernel for nf4 is the faster one for one token and for several, by inputs, outputs and device: tried with
-# these numbers of tokens, TIMES times, and believed if it takes less than MARGIN of bitsandbytes' time.
-_PAYS: dict[tuple[int, int, torch.device], tuple[bool, ...]] = {}
-TRIED, TIMES, MARGIN = (1, 5), 5, 0.9
+# Which way of our kernel for nf4 is the fastest for one token and for several, by inputs, outputs and device; None if
+# it is bitsandbytes' own. Tried with these numbers of tokens, TIMES times; ours must take less than MARGIN of the time.
+_FASTEST: dict[tuple[int, int, torch.device], tuple[int | None, ...]] = {}
+TRIED, TIMES, MARGIN = (1, 5), 5, 0.95
+
+
+def _fastest(ours: Mapping[int, Product], theirs: Product, x: torch.Tensor) -> int | None:
+    taken = {way: _seconds(call, x) for way, call in ours.items()}
+    best = min(taken, key=taken.__getitem__)
+    return best if taken[best] < MARGIN * _seconds(theirs, x) else None
 
 
 @torch.inference_mode()
@@ -109,15 +117,13 @@ def _seconds(call: Product, x: torch.Tensor) -> float:
     """The least seconds of ``call(x)`` by the device's clock, replayed as a graph; infinite if it cannot be."""
     found = list[float]()
     with torch.cuda.device(x.device):
-        here, stream = torch.cuda.current_stream(), torch.cuda.Stream()
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         try:
             call(x)  # compiles kernels, and allocates
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with captured(graph, stream):
                 for _ in range(TIMES):
                     call(x)
-            torch.cuda.set_stream(here)
             for _ in range(TIMES):
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 begin.record()
@@ -128,8 +134,6 @@ def _seconds(call: Product, x: torch.Tensor) -> float:
         except Exception as error:  # Triton's compilers raise many kinds
             logger.debug("a product in nf4 cannot be captured: %s", first_line(error))
             return math.inf
-        finally:
-            torch.cuda.set_stream(here)  # a failed capture leaves its own stream current
     return min(found)
 
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from adaptive.engines.cuda.capture import captured
 from adaptive.engines.cuda.forward import ShortForward
 from adaptive.engines.hf.cache import Buffers, Recording, RollbackCache
 from adaptive.engines.hf.lora import MergedAdapter
@@ -34,8 +35,8 @@ logger = logging.getLogger("adaptive.engines")
 # computed. Longer passes are a prompt's, in which launching kernels takes a small share of the time.
 SIZES = (1, 2, 3, 5, 9, 17)
 # The sizes that are recorded with a choice after them. A proposal's first step feeds one token, or two after a round
-# whose proposal was accepted completely; every other step feeds one. After plain rounds more are fed, which may be
-# eager.
+# whose proposal was accepted completely; every other step feeds one. After plain rounds and rounds of history, more are
+# fed: these sizes are recorded without the choice.
 CHOSEN = SIZES[:2]
 # The fewest keys that a recording reads; longer texts double the number, so attention reads at most twice what it
 # needs. Too low: longer answers need new recordings sooner. Too high: unneeded keys are read; at this value they take
@@ -155,22 +156,22 @@ class RecordedPasses:
         if chooser is not None:
             self._choosers = [*(one for one in self._choosers if one is not chooser), chooser][-CHOOSERS:]
         self.recordings = {which: one for which, one in self.recordings.items() if self._keeps(which)}
-        sizes, short = SIZES if chooser is None else CHOSEN, self.engine.short
+        short = self.engine.short
         try:
-            self._record_missing(sizes, keys, cache, chooser)
+            self._record_missing(keys, cache, chooser)
             if short is not self.engine.short:  # it cannot be used, and what it had recorded is dropped
-                self._record_missing(sizes, keys, cache, chooser)
+                self._record_missing(keys, cache, chooser)
         except torch.OutOfMemoryError as error:  # what is recorded stays
             self._eager_now(error)
 
-    def _record_missing(self, sizes: tuple[int, ...], keys: int, cache: RollbackCache, chooser: Chooser | None) -> None:
-        """Record the passes of these sizes that are missing, until one shows that our forward cannot be used."""
+    def _record_missing(self, keys: int, cache: RollbackCache, chooser: Chooser | None) -> None:
+        """Record the passes that are missing, until one shows that our forward cannot be used."""
         assert self._stage is not None
         short = self.engine.short
         # Our forward reads only the keys that are there, however many a recording may read.
         most = min(keys, self._stage.capacity) if short is None else self._stage.capacity
-        for size in sizes:
-            which = Which(size, most, self._hooks, chooser)
+        for size in SIZES:
+            which = Which(size, most, self._hooks, chooser if size in CHOSEN else None)
             if which not in self.recordings and self.problem is None and short is self.engine.short:
                 self._record(which, cache)
 
@@ -298,11 +299,10 @@ class RecordedPass:
             # cuBLAS keeps a workspace per stream. One that is allocated during a recording belongs to that recording
             # and is freed with it. So every recording allocates its own, as in torch's compiler.
             torch._C._cuda_clearCublasWorkspaces()
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            with captured(graph, stream, pool):
                 self._logits = self._run(cache)
         finally:
             torch._C._cuda_clearCublasWorkspaces()
-            torch.cuda.set_stream(here)  # a failed recording leaves its own stream current
         self._graph = graph
 
     def __call__(self, tokens: torch.Tensor, cache: RollbackCache) -> torch.Tensor:
