@@ -277,6 +277,7 @@ def _replay_one(
             found.drafted[part.drafter] += part.drafted
             found.accepted[part.drafter] += part.accepted
     if history is not None:
+        history.settle()  # as at the end of an answer
         found.seconds += history.looks * LOOK_S
         found.looks += history.looks
 

@@ -130,6 +130,7 @@ def replay(
         for answer in [a for a in under_way if len(a.committed) >= len(a.logged.text)]:
             under_way.remove(answer)
             if answer.history is not None:
+                answer.history.settle()  # as at the end of an answer
                 number += 1
                 records.add(number, np.ascontiguousarray(answer.trace.text))
                 texts.append(answer.history.text)

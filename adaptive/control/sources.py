@@ -159,7 +159,7 @@ class GoodputWithHistory(GoodputLength):
                 lead, gain = Lead(before, min(length, limit - before, LONGEST - before)), more
         self.gains[-1] = gain
         self.before.found(max(0.0, gain - (terms.otherwise if length else terms.plain)) / terms.rate)
-        if length and self.tries.on_trial_here > len(self.seen) + passed:
+        if length and self.rival.on_trial and self.tries.on_trial_here > len(self.seen) + passed:
             return Lead(0, length)
         most = min(limit, self.room - passed, self.longest if self.attentive else self.best)
         if most <= 0:

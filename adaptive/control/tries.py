@@ -39,6 +39,9 @@ LOSS_STEP = 0.05
 # Share of the time of history's rounds that such tries may lose. Too high: more is lost while history is better. Too
 # low: it is noticed late that the model is better.
 RIVAL_SHARE = 0.003
+# Rounds of history in which a new draft is tried, whatever is expected of it. More: some percent of the first 2,000
+# tokens are lost with a draft that history outperforms. Fewer do not show whether it does.
+RIVAL_ON_TRIAL = 40
 
 
 class Tries:
@@ -113,9 +116,11 @@ class Rival:
         # In plain rounds: the loss of tries beyond their share, and the expected loss of a try.
         self.owed, self.loss = 0.0, 0.0
         self.won = 0.0  # mean gain per round of history if the model takes the rounds in which it is expected to gain
+        self.on_trial = 0  # rounds of history that a new draft takes yet, whatever is expected of it
 
     def observe(self, accepted: float, seconds: float, others: float, others_s: float) -> None:
         """Add such a round; ``others`` and ``others_s`` are tokens and seconds of the model's other rounds now."""
+        self.on_trial = max(0, self.on_trial - 1)
         self.seen.observe(accepted, seconds)
         self.others.observe(max(others, LEAST_OTHERS), others_s)
 
@@ -135,6 +140,7 @@ class Rival:
     def swapped(self) -> None:
         """Drop gains and losses of the old draft; the ratio to other rounds stays."""
         self.owed = self.loss = self.won = 0.0
+        self.on_trial = RIVAL_ON_TRIAL
 
     def wins(self, saved: float) -> None:
         """Take in the time, in plain rounds, that the model's round is expected to save in place of history's."""
