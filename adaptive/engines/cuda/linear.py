@@ -6,6 +6,7 @@ forward still works, and an adapter that is merged into a layer changes both.
 
 from __future__ import annotations
 
+import bisect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -96,14 +97,15 @@ def _nf4(layers: Sequence[Any], use: ModuleType) -> Product | None:
         tried = [torch.ones(count, inputs, dtype=layers[0].compute_dtype, device=packed.device) for count in TRIED]
         _FASTEST[shape] = tuple(_fastest(ways, theirs, x) for x in tried)
         logger.debug("nf4, %d x %d: warps of the fastest kernel of ours: %s", inputs, len(packed), _FASTEST[shape])
-    single, several = (theirs if way is None else partial(ours, way) for way in _FASTEST[shape])
-    return lambda x: single(x) if len(x) == 1 else several(x)
+    calls = [theirs if way is None else partial(ours, way) for way in _FASTEST[shape]]
+    return lambda x: calls[bisect.bisect_left(UP_TO, len(x))](x)
 
 
-# Which way of our kernel for nf4 is the fastest for one token and for several, by inputs, outputs and device; None if
-# it is bitsandbytes' own. Tried with these numbers of tokens, TIMES times; ours must take less than MARGIN of the time.
+# Which way of our kernel for nf4 is the fastest for each of ``TRIED`` numbers of tokens, by inputs, outputs and device;
+# None if it is bitsandbytes' own. Each is tried TIMES times; ours must take less than MARGIN of the time. What is found
+# for a number is used for up to UP_TO tokens, for the last for all others.
 _FASTEST: dict[tuple[int, int, torch.device], tuple[int | None, ...]] = {}
-TRIED, TIMES, MARGIN = (1, 5), 5, 0.95
+TRIED, UP_TO, TIMES, MARGIN = (1, 5, 17), (1, 9), 5, 0.95
 
 
 def _fastest(ours: Mapping[int, Product], theirs: Product, x: torch.Tensor) -> int | None:
