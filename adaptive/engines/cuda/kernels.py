@@ -22,9 +22,9 @@ __all__ = ["WAYS", "add_norm", "attend", "gate", "int8", "linear", "nf4", "rotat
 STEP, ROWS, FEW_ROWS, LARGE = 1024, 4, 2, 2048
 # Rows of a matrix in int8 that a program multiplies, and numbers of each row that it reads at once.
 INT8_ROWS, INT8_STEP = 32, 256
-# Most keys of a step of attention, and their bytes, which must fit several times into a multiprocessor. Rows of queries
-# that a program holds at most: of all tokens and a key head's group.
-BLOCK, BLOCK_BYTES, MOST_ROWS = 64, 16384, 64
+# Most keys of a step of attention and rows of queries of a program (of all tokens and a key head's group), and the most
+# bytes of either, which must fit several times into a multiprocessor.
+BLOCK, MOST_ROWS, TILE_BYTES = 64, 64, 16384
 # Programs into which attention is divided, over key heads and parts of the text: some four a multiprocessor.
 PROGRAMS, MOST_PARTS = 512, 32
 
@@ -190,6 +190,12 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
         tl.store(target + high, high_turned.to(kind))
 
 
+def tiles(rows: int, row_bytes: int) -> tuple[int, int]:
+    """Rows of queries that a program of attention holds, and keys that it reads at once, each row of ``row_bytes``."""
+    most = TILE_BYTES // row_bytes
+    return max(16, min(MOST_ROWS, most, triton.next_power_of_2(rows))), max(16, min(BLOCK, most))
+
+
 def attend(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor, scale: float, window: int
 ) -> torch.Tensor:
@@ -197,8 +203,7 @@ def attend(
     (count, heads, size), (key_heads, capacity) = queries.shape, keys.shape[1:3]
     parts = max(1, min(MOST_PARTS, triton.next_power_of_2(PROGRAMS // key_heads)))
     rows = count * heads // key_heads
-    held = max(16, min(MOST_ROWS, triton.next_power_of_2(rows)))
-    block = max(16, min(BLOCK, BLOCK_BYTES // (size * keys.itemsize)))
+    held, block = tiles(rows, size * keys.itemsize)
     given: dict[str, Any] = {"dtype": torch.float32, "device": queries.device}
     sums, scores = torch.empty(parts, count * heads, size, **given), torch.empty(2, parts, count * heads, **given)
     _attend[(key_heads, parts, triton.cdiv(rows, held))](
