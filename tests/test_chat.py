@@ -257,14 +257,14 @@ class PressesCtrlC(io.StringIO):
 # In the figures below an answer, in /stats, in /sessions, and in /retry.
 @pytest.mark.parametrize("text", ["tokens/s", "memory of this conversation", "1 answer", "again: "])
 def test_ctrl_c_ends_what_is_under_way_and_not_the_chat(opened: OpenedPair, text: str) -> None:
-    out = PressesCtrlC(text)
+    out, before = PressesCtrlC(text), signal.getsignal(signal.SIGINT)
     try:
         chat, _ = played(opened, "What?\r/stats\r/sessions\r/retry\r\x03And?\r", out)
     except KeyboardInterrupt:
         pytest.fail("the chat has ended")
     assert out.pressed
     assert [m.content for m in chat.talk.messages][::2] == ["What?", "And?"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 class Interrupting(FixedLength):

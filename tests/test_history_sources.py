@@ -19,7 +19,7 @@ from adaptive.control.goodput import GoodputLength
 from adaptive.control.matches import ANEW_EVERY, Matches
 from adaptive.control.memory import load, remembered, save
 from adaptive.control.policy import FixedLength, Scope
-from adaptive.control.prices import best_length, pays
+from adaptive.control.prices import RUN, best_length, pays
 from adaptive.control.sources import GoodputWithHistory
 from adaptive.control.tries import ON_TRIAL, ON_TRIAL_HERE, RIVAL_ON_TRIAL, RIVAL_SHARE, Rival
 from adaptive.drafting.archive import Archive, History
@@ -43,6 +43,23 @@ COSTS = CostTable(
 GREEDY = SamplingParams(temperature=0.0)
 
 
+def run_gain(gain: float, sure: float) -> float:
+    """The gain of rounds like one of ``gain`` until a proposal is rejected; all of it is ``sure`` to be accepted."""
+    return gain / (1 - RUN * sure) if gain > 0 else gain
+
+
+def test_where_text_repeats_two_short_proposals_may_be_better_than_a_long_one() -> None:
+    """Four tokens cost little more than one here, eight almost two rounds of four. Each is accepted with 0.97; a text
+    that goes on at 3.5 tokens a plain step elsewhere goes on at 4.4 in proposals of four."""
+    seconds = [1.0, 1.01, 1.01, 1.01, 1.01, 1.36, 1.71, 1.75, 1.79]
+    reach = [0.97**i for i in range(1, 9)]
+    length, gain = best_length(reach, seconds, 3.5)
+    assert length == 4
+    assert gain == pytest.approx(1 + sum(reach[:4]) - 3.5 * seconds[4])
+    assert gain < 1 + sum(reach) - 3.5 * seconds[8]
+    assert best_length(reach, seconds[:4] + [2.0] * 5, 3.5)[0] == 8
+
+
 @given(
     reach=st.lists(st.floats(0, 1), max_size=20).map(lambda found: sorted(found, reverse=True)),
     more=st.lists(st.one_of(st.just(0.0), st.floats(0, 0.4)), min_size=LONGEST, max_size=LONGEST),
@@ -60,7 +77,10 @@ def test_no_other_length_promises_more(reach: list[float], more: list[float], ra
     best, gained = best_length(reach, seconds, rate, token_s, nothing)
     possible = [gain(k) for k in range(1, min(len(reach), LONGEST) + 1)]
     if best:
-        assert gained == pytest.approx(gain(best)) == pytest.approx(max(possible))
+        assert gained == pytest.approx(gain(best))
+        assert run_gain(gain(best), reach[best - 1]) == pytest.approx(
+            max(run_gain(gain(k), reach[k - 1]) for k in range(1, 1 + len(possible)))
+        )
     most = max(possible, default=nothing)
     assert (best > 0) == (most > nothing) or abs(most - nothing) < 1e-9  # rounding
     lengths = range(1, min(len(reach), LONGEST) + 1)
@@ -293,8 +313,8 @@ def test_a_draft_that_beats_plain_decoding_is_given_up_where_history_says_its_to
 
 
 def test_history_verifies_no_more_than_is_worth_its_time_at_the_rate_that_it_reaches_itself() -> None:
-    """Six of eight tokens are accepted. Each of the last two costs less than it brings at the rate of plain decoding,
-    and more than it brings at the rate that these rounds reach."""
+    """Six of eight tokens are accepted, and sure to be. Each of the last two costs less than it brings at the rate of
+    plain decoding, and more than it brings at the rate that these rounds reach."""
     dear = dataclasses.replace(COSTS, verify_s=tuple(0.01 + 0.004 * k for k in range(LONGEST + 1)))
     promised = [1.0] * 6 + [0.6, 0.55]
     policy, lengths = GoodputWithHistory(dear), []
@@ -303,8 +323,7 @@ def test_history_verifies_no_more_than_is_worth_its_time_at_the_rate_that_it_rea
         policy.next_length(0, 0, 100)
         lengths.append(policy.lead(promised, 0, 100).history)
         policy.passed(Round(HISTORY, lengths[-1], min(6, lengths[-1]), 0.0, dear.verify_s[lengths[-1]]))
-    assert lengths[0] == 8
-    assert lengths[-1] == 6
+    assert set(lengths) == {6}
 
 
 def test_answers_that_share_rounds_verify_no_more_of_history_than_is_worth_it_at_that_rate_either() -> None:
@@ -319,8 +338,7 @@ def test_answers_that_share_rounds_verify_no_more_of_history_than_is_worth_it_at
             answer.next_length(0, 2)
             lengths.append(answer.lead(promised, 0, 100).history)
             answer.passed(Round(HISTORY, lengths[-1], min(6, lengths[-1]), 0.0, 0.01))
-    assert lengths[0] == 8
-    assert lengths[-2:] == [6, 6]
+    assert set(lengths) == {6}
 
 
 def looks(policy: GoodputWithHistory, rounds: int, reach: list[float], look_s: float, round_s: float) -> list[int]:

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 # Tokens after a token that are considered in its price. More hardly change the price, and take longer to compute.
 AHEAD = 3
+# How far the rounds after a proposal that is accepted completely are expected to be like it (0: like all others), since
+# earlier text goes on where it was found. Too low: where text repeats, a long proposal is preferred to several short
+# ones that bring more together. At 1, the worth of a sure proposal would be infinite.
+RUN = 0.95
 
 
 def prices(verify: Sequence[float], step: float, hope: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -66,14 +70,19 @@ def best_length(
     """How many tokens of a proposal to verify, 0 for none, and the gain: expected tokens minus those that the time
     yields otherwise. ``reach`` is, for each token, the probability that all up to it are accepted. ``seconds[k]`` are
     the seconds of a round that verifies k tokens, and ``token_s`` those that each committed token takes later. ``rate``
-    is the tokens per second otherwise. Only a gain above ``least`` counts."""
-    best, most, tokens = 0, least, 1.0
+    is the tokens per second otherwise. Only a gain above ``least`` counts.
+
+    Of several such lengths, that with the largest gain until a rejection is chosen: if a round gains G and is accepted
+    completely with probability p, and the rounds after it are alike, they gain G / (1 - p) together."""
+    best, most, tokens, gained = 0, -math.inf, 1.0, least
     for k, sure in enumerate(reach[: len(seconds) - 1], 1):
         tokens += sure
         gain = tokens - rate * (seconds[k] + token_s * tokens)
-        if gain > most:
-            best, most = k, gain
-    return best, most
+        if gain > least:
+            worth = gain / (1.0 - RUN * sure) if gain > 0.0 else gain
+            if worth > most:
+                best, most, gained = k, worth, gain
+    return best, gained
 
 
 def best_fixed(
