@@ -23,8 +23,8 @@ VALUES = (
     -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0,
     0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
 )  # fmt: skip
-# Weights that share a scale; weights in a word.
-BLOCK, WORD = 64, 8
+# Weights in a word.
+WORD = 8
 # Warps of a program: one reads rows alone, several share them. Which is faster depends on the matrix.
 WAYS = (1, 4)
 # Rows of a program, and fewer for more than ``MANY`` tokens: so many sums fit into a thread's registers. Words that a
@@ -47,15 +47,15 @@ def _float(half: int) -> float:
 def _program() -> str:
     """PTX that unpacks the word $8 into eight float32, $0 to $7. In a byte, the first weight has the high bits."""
     halves = [_repeated(value) for value in VALUES]
-    lines = ["{", ".reg .b32 low, index, upper, first, second, h, l, zero, choice;"]
+    lines = ["{", ".reg .b32 word, low, index, upper, first, second, h, l, zero, choice;"]
     for name, shift in (("h", 8), ("l", 0)):
         for number in range(4):
             four = [halves[4 * number + at] >> shift & 255 for at in range(4)]
             lines += [f".reg .b32 {name}{number};", f"mov.b32 {name}{number}, {int.from_bytes(four, 'little'):#x};"]
     # Each byte of ``upper`` is 255 if the index is 8 or more: ``prmt`` itself selects among eight bytes.
-    lines += ["mov.b32 choice, 0xff00;", "mov.b32 zero, 0;"]
+    lines += ["mov.b32 choice, 0xff00;", "mov.b32 zero, 0;", "mov.b32 word, $8;"]
     for half in range(2):
-        lines += [f"shr.u32 low, $8, {16 * half};", "and.b32 index, low, 0x7777;"]
+        lines += [f"shr.u32 low, word, {16 * half};", "and.b32 index, low, 0x7777;"]
         lines += ["shr.u32 upper, low, 3;", "and.b32 upper, upper, 0x1111;", "prmt.b32 upper, choice, zero, upper;"]
         for name in "hl":
             lines += [f"prmt.b32 first, {name}0, {name}1, index;", f"prmt.b32 second, {name}2, {name}3, index;"]
