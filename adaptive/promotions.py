@@ -84,9 +84,11 @@ def perfect_speed_up(costs: CostTable) -> float:
 
 def checked(promotion: Promotion, spent: Sequence[Spent], own: Collection[int]) -> Promotion | None:
     """``promotion`` with its measured ratio; None if there are too few answers, or too few plain rounds, to tell.
-    ``own``: the ids of all answers that its adapter drafted; it may have been out of use for a while."""
-    before = [one for one in spent if one.id <= promotion.answer][-CHECKED:]
-    after = [one for one in spent if one.id > promotion.answer and one.id in own][:CHECKED]
+    ``own``: the ids of all answers that its adapter drafted; it may have been out of use for a while. Answers that
+    shared passes do not count: beside others, a better draft changes the speed of an answer by less."""
+    alone = [one for one in spent if not one.shared]
+    before = [one for one in alone if one.id <= promotion.answer][-CHECKED:]
+    after = [one for one in alone if one.id > promotion.answer and one.id in own][:CHECKED]
     if min(len(before), len(after)) < CHECKED:
         return None
     change = speed_change(spent, {one.id for one in before}, {one.id for one in after})

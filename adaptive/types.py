@@ -156,7 +156,8 @@ class Round(NamedTuple):  # made in a third of the time of a frozen dataclass
     plain decoding step. Seconds are wall-clock; if a ``LengthPolicy`` observes rounds by a clock of its own, the
     wall-clock time of a burst is divided among its rounds in proportion to that. If two drafters took turns,
     ``drafter`` names both ("model+history"), and ``first`` is the number of tokens, at least 1, that the first one
-    drafted; else ``first`` is 0.
+    drafted; else ``first`` is 0. ``shared`` is the number of other answers whose tokens were in the same pass; the
+    seconds are then this answer's share.
     """
 
     drafter: str
@@ -165,6 +166,7 @@ class Round(NamedTuple):  # made in a third of the time of a frozen dataclass
     draft_s: float
     verify_s: float
     first: int = 0
+    shared: int = 0
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -291,6 +291,22 @@ def test_first_tokens_come_as_soon_as_prompts_are_read_the_shortest_first(
     assert all(answering.decoding.drafted for answering in answerings)
 
 
+def test_rounds_know_with_how_many_answers_they_shared_their_pass(pairs: dict[str, Pair], prompts: list[str]) -> None:
+    burst = Burst(assistant_of(pairs["float32"], FixedLength(2)), prompts)
+    long = burst.join(40).decoding
+    for _ in range(3):
+        burst.step()
+    alone = len(long.rounds)
+    burst.join(40, 8), burst.join(200, 8)
+    while len(burst.batch.under_way) > 1:
+        burst.step()
+    beside = len(long.rounds)
+    burst.step()
+    assert 0 < alone < beside < len(long.rounds)
+    assert {r.shared for r in long.rounds[alone:beside]} == {1, 2}
+    assert not any(r.shared for r in (*long.rounds[:alone], *long.rounds[beside:]))
+
+
 def test_a_long_prompt_is_not_put_off_for_ever(pairs: dict[str, Pair], prompts: list[str]) -> None:
     """A long prompt is read even if a shorter one joins with every pass. An answer that joins meanwhile drafts."""
     burst = Burst(assistant_of(pairs["float32"], FixedLength(2)), prompts)

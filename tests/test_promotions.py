@@ -136,6 +136,33 @@ def test_what_came_is_told_by_the_adapters_own_answers(tmp_path: Path) -> None:
     assert found.answers == 40
 
 
+def beside(answer: Generation, others: int) -> Generation:
+    """The same answer in passes shared with ``others``: they take as much longer, and it has a share of each."""
+    answers = 1 + others
+    whole = (
+        sum(r.draft_s + r.verify_s for r in answer.rounds) * answers / 2
+    )  # a pass over two takes as long as over one
+    rounds = tuple(r.stretched(0.5)._replace(shared=others) for r in answer.rounds)
+    return replace(answer, rounds=rounds, timings=replace(answer.timings, predicted_s=whole))
+
+
+def test_answers_that_shared_passes_do_not_tell_what_came(tmp_path: Path) -> None:
+    path = tmp_path / "records.db"
+    said = [answered(n, None, 0.02) for n in range(60)]
+    said += [beside(answered(n, None, 0.02), 1) for n in range(60, 120)]
+    said += [beside(answered(n, "0002", 0.01), 1) for n in range(120, 180)]
+    write_log(path, said)
+    promotion = Promotion("0002", 0.0, 120, 1.5, 1.5)
+    with Log(path) as log:
+        assert checked(promotion, log.spent(), range(121, 400)) is None
+    write_log(path, [answered(n, "0002", 0.01) for n in range(180, 220)])
+    with Log(path) as log:
+        found = checked(promotion, log.spent(), range(121, 400))
+    assert found is not None
+    assert found.came == pytest.approx(0.3 / 0.2, rel=0.02)
+    assert found.answers == 40
+
+
 def test_what_to_expect_of_a_head_is_told_by_what_its_own_steps_take(taught: Taught) -> None:
     store, path = AdapterStore(taught.state.adapters), taught.state.records
 

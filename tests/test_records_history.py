@@ -87,7 +87,7 @@ def test_a_log_of_before_is_summed_up_once_and_says_how_far_it_is(
 WITH_HISTORY = (
     Round("model", 4, 2, 0.0, 0.0),
     Round("history", 8, 8, 0.0, 0.0),
-    Round("model+history", 7, 5, 0.0, 0.0, 3),
+    Round("model+history", 7, 5, 0.0, 0.0, 3, 2),
     Round("history+model", 6, 5, 0.0, 0.0, 4),
     Round("history+model", 6, 1, 0.0, 0.0, 4),
     Round("none", 0, 0, 0.0, 0.0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,18 @@ def test_what_was_saved_is_known_within_its_interval(plain: int) -> None:
     assert max(off) < 0.2
 
 
+def test_answers_that_shared_passes_are_not_compared() -> None:
+    """Most of their time belonged to the others, so that drafting would seem to save hardly anything."""
+    rng = random.Random(8)
+    alone = [drafted_answer(n, rng, 1.0, 10) for n in range(200)]
+    shared = [one._replace(id=200 + one.id, seconds=4 * one.seconds, shared=one.rounds) for one in alone]
+    found, wanted = time_saved([*alone, *shared]), time_saved(alone)
+    assert found is not None
+    assert wanted is not None
+    assert found == replace(wanted, drafted=400)
+    assert time_saved(shared) is None
+
+
 def test_tries_of_a_useless_draft_cost_what_they_took() -> None:
     rng = random.Random(5)
     spent = [plain_answer(n, rng, 1.0) for n in range(300)]
@@ -100,7 +113,7 @@ def test_tries_of_a_useless_draft_cost_what_they_took() -> None:
 ROUNDS = (
     Round("none", 0, 0, 0.0, 0.03),
     Round("none", 0, 0, 0.0, 0.05),
-    Round("model", 2, 1, 0.01, 0.05),
+    Round("model", 2, 1, 0.01, 0.05, shared=2),
     Round("none", 0, 0, 0.0, 0.09),  # right after a drafting round: may be slower than plain decoding
     Round("none", 0, 0, 0.0, 0.04),
     Round("none", 0, 0, 0.3, 0.05),  # the draft read the prompt, and then proposed nothing
@@ -117,8 +130,8 @@ def test_the_log_sums_up_rounds_as_they_are_written_and_older_logs_are_brought_u
     with Log(path) as log:
         fresh = log.spent()
     assert fresh == (
-        Spent(1, 8, pytest.approx(0.9), 7, pytest.approx(0.71), 3, pytest.approx(0.12)),
-        Spent(3, 3, pytest.approx(0.2), 2, pytest.approx(0.15), 0, 0.0),
+        Spent(1, 8, pytest.approx(0.9), 7, pytest.approx(0.71), 3, pytest.approx(0.12), 1),
+        Spent(3, 3, pytest.approx(0.2), 2, pytest.approx(0.15), 0, 0.0, 1),
     )
     connection = sqlite3.connect(path)
     connection.execute("DROP TABLE round_times")
@@ -127,7 +140,7 @@ def test_the_log_sums_up_rounds_as_they_are_written_and_older_logs_are_brought_u
     connection.close()
     connect(path).close()
     with Log(path) as log:
-        assert log.spent() == fresh
+        assert log.spent() == tuple(one._replace(shared=0) for one in fresh)  # not known of older logs
         assert log.purge(everything=True) == 3
         assert log.spent() == ()
 

@@ -107,7 +107,7 @@ class Batch:
             try:
                 if isinstance(logits, Exception):
                     raise logits
-                decoding.judge(turn, logits, share, times)
+                decoding.judge(turn, logits, share, times, len(turns) - 1)
             except Exception as error:
                 failed.append((decoding, error))
         return failed

@@ -253,9 +253,9 @@ class Decoding:
             steps = len(proposal.tokens)
         return Turn(call, len(fed), len(committed), proposal, drafter, steps)
 
-    def judge(self, turn: Turn, logits: torch.Tensor, seconds: float, times: float) -> None:
-        """Take in the logits of the shared pass. ``seconds`` is this answer's share of the pass by the policy's clock;
-        ``times`` is the ratio of the answer's clock to the policy's."""
+    def judge(self, turn: Turn, logits: torch.Tensor, seconds: float, times: float, others: int) -> None:
+        """Take in the logits of a pass shared with ``others`` answers. ``seconds`` is this answer's share of the pass
+        by the policy's clock; ``times`` is the ratio of the answer's clock to the policy's."""
         if not turn.call.rows:
             return
         verdict, raw = self.verifier.judge(self.target, turn.fed, turn.proposal, turn.held, logits)
@@ -264,7 +264,7 @@ class Decoding:
             self._read(verdict, raw)
             return
         self._keep(verdict, raw)
-        outcome = outcome_of(turn.proposal, verdict, turn.draft_s, seconds)
+        outcome = outcome_of(turn.proposal, verdict, turn.draft_s, seconds)._replace(shared=others)
         self.rounds.append(outcome)
         assert self._beside is not None
         expected = self._beside.expected

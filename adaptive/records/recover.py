@@ -222,13 +222,14 @@ def _rebuild(path: Path, new: Path) -> int:
     """Write the readable records of the log at ``path`` into a new log at ``new``. Returns their number."""
     with Pages(path) as pages, contextlib.closing(connect(new)) as connection:
         names = [row[1] for row in connection.execute("PRAGMA table_info(generations)")]
-        copy_round = f"INSERT OR IGNORE INTO rounds (generation, idx, {ROUND}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+        count = 2 + len(Round._fields)
+        copy_round = f"INSERT OR IGNORE INTO rounds (generation, idx, {ROUND}) VALUES (?{', ?' * (count - 1)})"
         newest = kept = 0
         with transaction(connection):
             connection.execute("PRAGMA defer_foreign_keys=ON")
             for row, values in pages.records():
                 if row is None and _is_round(values):
-                    connection.execute(copy_round, (*values, 0)[:8])
+                    connection.execute(copy_round, (*values, 0, 0)[:count])
                 elif row is not None and _is_sequence(values):
                     newest = max(newest, values[1])  # so that no id is used again
             for row, values in pages.records():
@@ -245,7 +246,7 @@ def _is_id(value: object) -> bool:
 
 
 def _is_round(values: tuple[object, ...]) -> bool:
-    if len(values) not in (7, 8):  # 7: from before schema 7 added the column ``first``
+    if len(values) not in (7, 8, 9):  # from before schema 7 added the column ``first``, and schema 9 ``shared``
         return False
     whole = all(isinstance(values[place], int) for place in (0, 1, 3, 4, *range(7, len(values))))
     return whole and isinstance(values[2], str) and all(isinstance(v, (int, float)) for v in values[5:])

@@ -52,7 +52,8 @@ ROUND = ", ".join(Round._fields)
 INSERT_ROUND = f"INSERT INTO rounds (generation, idx, {ROUND}) VALUES (?, ?{', ?' * len(Round._fields)})"
 FIGURES = ("generation", "session", "created", "adapter", "predicted_n", "predicted_s", "expected_s", "counts", "own")
 INSERT_FIGURES = f"INSERT INTO figures ({', '.join(FIGURES)}) VALUES (?{', ?' * (len(FIGURES) - 1)})"
-INSERT_TIMES = "INSERT INTO round_times (generation, rounds_n, rounds_s, plain_n, plain_s) VALUES (?, ?, ?, ?, ?)"
+TIMES = ("generation", "rounds_n", "rounds_s", "plain_n", "plain_s", "shared_n")
+INSERT_TIMES = f"INSERT INTO round_times ({', '.join(TIMES)}) VALUES (?{', ?' * (len(TIMES) - 1)})"
 
 
 class DamagedRecordError(AdaptiveError):
@@ -81,9 +82,9 @@ def insert(connection: sqlite3.Connection, generation: Generation, number: int |
     return number
 
 
-def _times(rounds: Sequence[Round]) -> tuple[int, float, int, float]:
-    """The values of ``round_times``: the number of rounds and their seconds, and the number and seconds of the plain
-    rounds that do not follow a round for which the draft was asked.
+def _times(rounds: Sequence[Round]) -> tuple[int, float, int, float, int]:
+    """The values of ``round_times``: the number of rounds and their seconds, the number and seconds of the plain
+    rounds that do not follow a round for which the draft was asked, and the number of rounds in shared passes.
 
     A plain step right after such a round can take longer than the plain steps after it, so it is no measure of
     plain decoding.
@@ -91,7 +92,7 @@ def _times(rounds: Sequence[Round]) -> tuple[int, float, int, float]:
     pairs = itertools.pairwise((None, *rounds))
     plain = [b for a, b in pairs if b is not None and not asked(b) and not (a is not None and asked(a))]
     total, steps = (sum(r.draft_s + r.verify_s for r in some) for some in (rounds, plain))
-    return len(rounds), total, len(plain), steps
+    return len(rounds), total, len(plain), steps, sum(r.shared > 0 for r in rounds)
 
 
 def _values(generation: Generation) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ time**: an answer is compared with the plain rounds nearest to it, before and af
 changes over the day. A plain round is compared with itself, so an answer that drafted nothing saves exactly 0.
 
 A token takes more time than its round: sampling, text, the record. Each answer's time between its rounds is split
-evenly over its tokens.
+evenly over its tokens. An answer that shared passes with others is left out: most of its time belonged to them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Numbers = npt.NDArray[np.float64]
 class Spent(NamedTuple):
     """Tokens, rounds and times of one answer: its ``tokens`` without the first and their ``seconds``; its ``rounds``
     and their ``rounds_s``; the number of ``plain`` rounds that did not follow a drafting round (one token each) and
-    their ``plain_s``."""
+    their ``plain_s``; the number of rounds in passes ``shared`` with other answers."""
 
     id: int
     tokens: int
@@ -55,14 +55,20 @@ class Spent(NamedTuple):
     rounds_s: float
     plain: int
     plain_s: float
+    shared: int = 0
+
+    @property
+    def drafted(self) -> bool:
+        """Whether the answer was timed and had rounds other than plain ones."""
+        return self.tokens > 0 and self.seconds > 0 and self.plain < self.rounds
 
 
 @dataclass(frozen=True)
 class Saved:
     """``seconds`` is how much longer plain decoding would have taken (negative if drafting lost time), with the 95%
     interval from ``low`` to ``high``. ``drafted`` is the number of answers that drafted, ``answers`` the number of
-    those that could be compared: the others have no plain rounds near them from a time when the machine was equally
-    fast."""
+    those that could be compared: the others shared passes, or have no plain rounds near them from a time when the
+    machine was equally fast."""
 
     seconds: float
     low: float
@@ -96,11 +102,12 @@ def saved_in_words(saved: Saved | None, training_s: float) -> str:
 def time_saved(spent: Sequence[Spent]) -> Saved | None:
     """The time saved over all answers (``spent`` is oldest first); None if there are too few plain rounds to compare
     with."""
+    drafted = sum(one.drafted for one in spent)
+    if not drafted:
+        return Saved(0.0, 0.0, 0.0, 0, 0)
     at, tokens, seconds, plain, plain_seconds, rounds = _columns(spent)
     others, has_plain = plain < rounds, plain > 0
-    if not others.any():
-        return Saved(0.0, 0.0, 0.0, 0, 0)
-    if plain.sum() < FEWEST:
+    if not others.any() or plain.sum() < FEWEST:
         return None
     counted = _merged(plain[has_plain]), _merged(plain_seconds[has_plain])
     of_others = [_merged(values[others]) for values in (tokens - plain, seconds - plain_seconds)]
@@ -121,7 +128,7 @@ def time_saved(spent: Sequence[Spent]) -> Saved | None:
     best = float(saved(np.ones((1, len(counted[0]))))[0])
     # The interval is centred on the estimate, which bootstrap percentiles are not.
     half = 1.96 * float(drawn.std())
-    return Saved(best, best - half, best + half, answers, int(others.sum()))
+    return Saved(best, best - half, best + half, answers, drafted)
 
 
 def speed_change(
@@ -131,8 +138,8 @@ def speed_change(
     its 95% interval.
 
     Each answer is compared with plain decoding at its own time, so that a slower machine does not count as slower
-    decoding. Answers from a time when the machine was in another state (OTHER_PACE) are left out. None if these are
-    more than half of either group, or if there are too few plain rounds to compare with.
+    decoding. Answers that shared passes, or from a time when the machine was in another state (OTHER_PACE), are left
+    out. None if these are more than half of either group, or if there are too few plain rounds to compare with.
     """
     at, tokens, seconds, plain, plain_seconds, rounds = _columns(spent)
     if plain.sum() < FEWEST:
@@ -162,10 +169,11 @@ def _alike(here: Numbers, there: Numbers) -> npt.NDArray[np.bool_]:
 
 
 def _columns(spent: Sequence[Spent]) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers, Numbers]:
-    """Columns of the answers that were timed: id, tokens, seconds, plain rounds, seconds of the plain rounds with their
-    share of the time between rounds, and all rounds."""
+    """Columns of the answers that were timed and shared no pass: id, tokens, seconds, plain rounds, seconds of the
+    plain rounds with their share of the time between rounds, and all rounds."""
     columns = np.array(spent, dtype=np.float64).reshape(-1, len(Spent._fields)).T
-    at, tokens, seconds, rounds, rounds_s, plain, plain_s = columns[:, (columns[1] > 0) & (columns[2] > 0)]
+    usable = (columns[1] > 0) & (columns[2] > 0) & (columns[-1] == 0)
+    at, tokens, seconds, rounds, rounds_s, plain, plain_s, _ = columns[:, usable]
     plain_seconds = plain_s + plain * np.maximum(0.0, seconds - rounds_s) / tokens
     return at, tokens, seconds, plain, plain_seconds, rounds
 

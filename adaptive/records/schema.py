@@ -184,7 +184,7 @@ def tell_drafters_apart(connection: sqlite3.Connection) -> None:
 def leave_out_dropped_drafts(connection: sqlite3.Connection) -> None:
     """Migration 8: ``round_times`` anew, where rounds whose draft was dropped or late had counted as plain."""
     connection.execute(
-        """INSERT OR REPLACE INTO round_times
+        """INSERT OR REPLACE INTO round_times (generation, rounds_n, rounds_s, plain_n, plain_s)
         SELECT generation, count(*), sum(draft_s + verify_s), sum(plain), sum(plain * (draft_s + verify_s))
         FROM (SELECT *, NOT asked AND lag(asked, 1, 0) OVER (PARTITION BY generation ORDER BY idx) = 0 AS plain
               FROM (SELECT *, drafted > 0 OR draft_s > ? * verify_s AS asked FROM rounds))
@@ -193,9 +193,17 @@ def leave_out_dropped_drafts(connection: sqlite3.Connection) -> None:
     )
 
 
+def tell_shared_passes(connection: sqlite3.Connection) -> None:
+    """Migration 9: the other answers in the pass of a round, and the number of such rounds of an answer; 0 in older
+    rows, where that is not known."""
+    for table, column in (("rounds", "shared"), ("round_times", "shared_n")):
+        if (column,) not in connection.execute("SELECT name FROM pragma_table_info(?)", (table,)).fetchall():
+            connection.execute(f"ALTER TABLE {table} ADD COLUMN {column} INTEGER NOT NULL DEFAULT 0")
+
+
 MIGRATIONS = (
     create_tables, index_session_and_created, add_expected_seconds, add_checksum, add_round_times, sum_up_generations,
-    tell_drafters_apart, leave_out_dropped_drafts,
+    tell_drafters_apart, leave_out_dropped_drafts, tell_shared_passes,
 )  # fmt: skip
 
 
