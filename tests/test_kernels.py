@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from adaptive.engines.cpu import kernels
+from adaptive.engines.cpu.feed_forward import ClampedGate
 from adaptive.engines.cpu.kernels import (
     Attention,
     NativeLinear,
@@ -159,6 +160,27 @@ def test_prologues(width: int, instructions: str) -> None:
             same(ours(x, prologue=Prologue.GELU_GATE), expected)
             expected = gate.relu().square() @ weight.double().T
             same(ours(x[:, :width].contiguous(), prologue=Prologue.SQUARED_RELU), expected)
+
+
+@pytest.mark.parametrize("number", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("width", [1, 15, 48])
+def test_prologues_of_numbers_that_are_not_finite_are_torchs(width: int, number: float, instructions: str) -> None:
+    """Else a limit would replace what nothing computed, and the text would go on from that."""
+    torch.manual_seed(0)
+    ours, clamped = NativeLinear(torch.eye(width), None), ClampedGate(1.7, 7.0)
+    for place in {0, width // 2, width - 1, width, 2 * width - 1}:
+        x = torch.randn(3, 2 * width)
+        x[1, place] = number
+        half = x[:, place // width * width :][:, :width].contiguous()
+        for found, expected in (
+            (ours(half, prologue=Prologue.SQUARED_RELU), half.double().relu().square()),
+            (ours(x, prologue=Prologue.CLAMPED_GATE, norm=clamped.limits), clamped(x.double())),
+        ):
+            same(found[::2], expected[::2])
+            if expected[1].isfinite().all():
+                same(found[1], expected[1])
+            else:  # the product spreads it over the whole row
+                assert not found[1].isfinite().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -60,7 +60,7 @@ enum DType { FLOAT32, BFLOAT16, INT8 };
 // The operation on a row of x before the product. RMS_NORM: divided by sqrt(sum(x ** 2) + eps) and multiplied by `norm`
 // (in,). Gates take a row (2 * in,) of g and u. SILU_GATE: g * sigmoid(g) * u. GELU_GATE: gelu(g) * u, with GELU's
 // approximation by tanh. CLAMPED_GATE: `norm` has alpha and a limit; with g at most the limit and u within plus and
-// minus the limit, g * sigmoid(alpha * g) * (u + 1). SQUARED_RELU: max(x, 0) ** 2, without a gate.
+// minus the limit, g * sigmoid(alpha * g) * (u + 1). SQUARED_RELU: max(x, 0) ** 2, without a gate. NaN stays NaN.
 enum Prologue { NONE, RMS_NORM, SILU_GATE, GELU_GATE, SQUARED_RELU, CLAMPED_GATE };
 
 struct Call {
@@ -100,7 +100,7 @@ const float* after_prologue(const Call& call, int row, float* out) {
   }
   if (call.prologue == SQUARED_RELU) {
     const float* x = call.x + size_t(row) * in;
-    for (; k < in; k++) out[k] = x[k] > 0 ? x[k] * x[k] : 0.0f;
+    for (; k < in; k++) out[k] = x[k] <= 0 ? 0.0f : x[k] * x[k];
     return out;
   }
   const float *gate = call.x + size_t(row) * 2 * in, *up = gate + in;
@@ -111,8 +111,8 @@ const float* after_prologue(const Call& call, int row, float* out) {
     const float alpha = call.norm[0], limit = call.norm[1];
     const Vector most = Vector{} + limit;
     for (; k + LANES <= in; k += LANES) {
-      const Vector x = lower(at(gate + k), most);
-      at(out + k) = x / (1.0f + exponential(-x * alpha)) * (lower(higher(at(up + k), -most), most) + 1.0f);
+      const Vector x = lower(most, at(gate + k));
+      at(out + k) = x / (1.0f + exponential(-x * alpha)) * (lower(most, higher(-most, at(up + k))) + 1.0f);
     }
     for (; k < in; k++) {
       const float x = std::min(gate[k], limit);

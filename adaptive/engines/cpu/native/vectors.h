@@ -72,6 +72,7 @@ inline float topmost(Vector v) {
 #endif
 }
 
+// Of two numbers of which one is NaN, both give b.
 inline Vector lower(Vector a, Vector b) { return a < b ? a : b; }
 inline Vector higher(Vector a, Vector b) { return a > b ? a : b; }
 
