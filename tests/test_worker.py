@@ -21,7 +21,7 @@ from test_trainer import small_draft, speak, target, write_log
 from test_trainer_command import tokenizer
 
 from adaptive.pair import pair_identity
-from adaptive.pipe import BUSY, Order, Report
+from adaptive.pipe import BUSY, IDLE, Order, Report
 from adaptive.records.log import Log
 from adaptive.service.doubts import Doubt
 from adaptive.service.trainer import Trainer
@@ -122,6 +122,55 @@ def test_a_round_waits_until_nobody_asks_pauses_for_a_request_and_is_judged(taug
         until(lambda: "0 new answers" in trainer.status.reason, trainer)
     manifests = AdapterStore(taught.state.adapters).list()
     assert [manifest.status for manifest in manifests] in (["promoted"], ["rejected"])
+
+
+# Trains for two seconds by the brake's clock, in passes of 10 ms, and says how long that was by the program's clock.
+STEPS = """
+import sys, time
+from trainers.worker import Brake
+brake = Brake(sys.stdin, paused=False, freezes=sys.argv[1] == "frozen")
+brake.should_stop()  # imports torch
+began, real = brake.clock(), time.perf_counter()
+print("begins", flush=True)
+while brake.clock() - began < 2.0 and not brake.should_stop():
+    time.sleep(0.01)
+print(brake.clock() - began, time.perf_counter() - real, flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="this system cannot stop a process")
+@pytest.mark.parametrize("how", ["frozen", "waiting"])
+def test_pauses_are_no_time_of_training(how: str) -> None:
+    command = [sys.executable, "-c", STEPS, how]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begins\n"
+        for _ in range(2):
+            process.stdin.write(f"{BUSY}\n")
+            process.stdin.flush()
+            time.sleep(1.5)
+            process.stdin.write(f"{IDLE}\n")
+            process.stdin.flush()
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.2)
+        trained, real = map(float, process.stdout.readline().split())
+    assert 2.0 <= trained < 2.5
+    assert real - trained == pytest.approx(3.0, abs=0.4)
+
+
+@pytest.mark.thorough
+def test_a_run_that_was_paused_for_longer_than_it_may_train_is_trained_to_the_end(taught: Taught) -> None:
+    with training(taught, distill_seconds=3.0) as trainer:
+        trainer.idle()
+        until(lambda: bool(trainer.status.share), trainer)
+        trainer.busy()
+        time.sleep(6.0)
+        trainer.idle()
+        until(lambda: trainer.runs == 1, trainer)
+    (manifest,) = AdapterStore(taught.state.adapters).list()
+    assert manifest.train_seconds < 6.0
+    assert manifest.recent is not None, "the gate judged it"
 
 
 def test_answers_that_another_process_has_trained_on_are_not_new(taught: Taught) -> None:

@@ -1,7 +1,7 @@
 """The training loop. In: batches. Out: the adapter state with the best held-out acceptance.
 
 Nothing is written here, except through a ``TrainingState``. ``should_stop`` is called before every pass through the
-draft; it may block, which pauses the training.
+draft; it may block, which pauses the training. ``clock`` stands still during pauses.
 """
 
 from __future__ import annotations
@@ -77,13 +77,14 @@ def fit(
     should_stop: Callable[[], bool] | None = None,
     state: TrainingState | None = None,
     own: Sequence[Example] = (),
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Fit:
     """Train the parameters of ``model`` that require a gradient: its adapter, or all of a plain draft or of a head.
 
     ``evaluate`` returns held-out acceptance, by which the best weights are kept, and may raise Stopped. With a
     ``state``, the run is saved at each evaluation. If the state holds an interrupted run, training continues from its
     last evaluation. ``own`` is text of the draft itself (``trainers.rehearsal``), of which ``recipe.rehearsed`` join
-    each batch.
+    each batch. ``clock`` measures the seconds of training.
     """
     stop = should_stop or (lambda: False)
     student = student_of(model, recipe) if isinstance(model, torch.nn.Module) else model
@@ -92,19 +93,19 @@ def fit(
     optimizer = torch.optim.AdamW(_groups(student.module, recipe), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     begun = state.load(weights, optimizer) if state else None
     now = begun or Standing(next_evaluation=1 / recipe.evaluations)
-    clock, stopped = _Clock(recipe, _steps(len(train), recipe), now), False
+    budget, stopped = _Budget(recipe, _steps(len(train), recipe), now, clock), False
     known = now.best_step if begun else None  # of a run that is continued, the state that the last one left
     try:
         student.begin(train, stop, resumed=begun is not None)
         batches = zip(_batches(train, recipe.batch, recipe.seed), _rehearsed(own, recipe), strict=True)
         for batch, rehearsed in islice(batches, now.step, None):
             for group in optimizer.param_groups:
-                group["lr"] = rate * group["factor"] * _schedule(clock.share)
+                group["lr"] = rate * group["factor"] * _schedule(budget.share)
             value = _step(student, optimizer, weights, (batch, rehearsed), recipe, stop)
             now.loss = value if now.loss is None else 0.9 * now.loss + 0.1 * value
-            clock.tick()
-            if clock.share >= now.next_evaluation:
-                now.next_evaluation = clock.share + 1 / recipe.evaluations - 1e-9
+            budget.tick()
+            if budget.share >= now.next_evaluation:
+                now.next_evaluation = budget.share + 1 / recipe.evaluations - 1e-9
                 now.acceptance = evaluate()
                 now.fruitless = 0 if now.acceptance > now.best_acceptance else now.fruitless + 1
                 if now.acceptance > now.best_acceptance:
@@ -112,13 +113,13 @@ def fit(
                 if state is not None:
                     state.save(now, weights, optimizer)
             if on_progress is not None:
-                on_progress(Progress(now.step, clock.steps, now.loss, now.acceptance, clock.seconds_left))
-            if clock.share >= 1 or now.fruitless >= recipe.patience:
+                on_progress(Progress(now.step, budget.steps, now.loss, now.acceptance, budget.seconds_left))
+            if budget.share >= 1 or now.fruitless >= recipe.patience:
                 break
     except Stopped:
         stopped = True
     news = not stopped or now.best_step != known
-    return Fit(now.best if news else None, now.best_acceptance, now.best_step, now.step, clock.elapsed, stopped)
+    return Fit(now.best if news else None, now.best_acceptance, now.best_step, now.step, budget.elapsed, stopped)
 
 
 def _groups(model: torch.nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
@@ -138,13 +139,13 @@ def _steps(generations: int, recipe: Recipe) -> int:
     return max(1, math.ceil(recipe.epochs * once))
 
 
-class _Clock:
+class _Budget:
     """The used share of the budget (steps or seconds); the same value in every process."""
 
-    def __init__(self, recipe: Recipe, steps: int, standing: Standing) -> None:
-        self.steps, self._standing = steps, standing
-        self._budget = recipe.max_seconds or math.inf
-        self._began = time.perf_counter() - standing.seconds
+    def __init__(self, recipe: Recipe, steps: int, standing: Standing, clock: Callable[[], float]) -> None:
+        self.steps, self._standing, self._clock = steps, standing, clock
+        self._seconds = recipe.max_seconds or math.inf
+        self._began = clock() - standing.seconds
 
     def tick(self) -> None:
         """Count one finished step. Seconds include evaluations."""
@@ -155,12 +156,12 @@ class _Clock:
     @property
     def elapsed(self) -> float:
         """Seconds of training so far, measured in this process."""
-        return time.perf_counter() - self._began
+        return self._clock() - self._began
 
     @property
     def share(self) -> float:
         """The used share of the budget; the run ends at 1 or more."""
-        return max(self._standing.step / self.steps, self._standing.seconds / self._budget)
+        return max(self._standing.step / self.steps, self._standing.seconds / self._seconds)
 
     @property
     def seconds_left(self) -> float:

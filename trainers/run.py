@@ -67,10 +67,10 @@ class DistillOutcome:
 
     ``manifest`` is the adapter as it is now in the store, None if none was worth keeping.
     ``verdict`` is None if the gate did not judge (no better weights, or stopped early).
-    ``message`` is one sentence that describes the result. ``train_seconds`` is training with its evaluations,
-    ``seconds`` the whole run. ``until`` is the id of the newest record that was read, an older one in a run that was
-    continued. ``notes`` are lines for the user, such as a damaged adapter
-    that was set aside. ``attempts`` are the recipes that were tried, the requested one first.
+    ``message`` is one sentence that describes the result. ``train_seconds`` is training with its evaluations and
+    without its pauses, ``seconds`` the whole run. ``until`` is the id of the newest record that was read, an older one
+    in a run that was continued. ``notes`` are lines for the user, such as a damaged adapter that was set aside.
+    ``attempts`` are the recipes that were tried, the requested one first.
     """
 
     manifest: Manifest | None
@@ -103,6 +103,7 @@ def distill(
     rivals: Sequence[Recipe] = (),
     spool: FeatureSpool | None = None,
     rehearsal: Rehearsal | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> DistillOutcome:
     """Train an adapter for ``draft`` on the log (and ``extra`` rows) and let the gate decide.
 
@@ -115,7 +116,7 @@ def distill(
     ``state`` is the file from which an interrupted run is continued (``trainers.resume``).
     ``rivals`` are trained as well, one after the other, and the gate judges the one that is best on the validation
     prompts; such a run cannot be continued. ``rehearsal`` gives the draft's own text, on which an adapter keeps what
-    the draft knows; heads do without.
+    the draft knows; heads do without. ``clock`` measures the seconds of training; it stands still during pauses.
 
     Raises AdaptiveError if there are too few records to learn from or to judge by.
     """
@@ -135,7 +136,9 @@ def distill(
     recipes = [recipe, *(r for r in rivals if in_use is not None or r.start == recipe.start)]
     try:
         own = _own(students, rehearsal, recipe, on_progress, should_stop)
-        attempts, stopped = _attempts(students, store, in_use, sets, own, recipes, on_progress, should_stop, kept)
+        attempts, stopped = _attempts(
+            students, store, in_use, sets, own, recipes, on_progress, should_stop, kept, clock
+        )
     except Stopped:
         attempts, stopped = [], True
     manifest, verdict = None, None
@@ -208,6 +211,7 @@ def _attempts(
     on_progress: Callable[[Progress], None] | None,
     should_stop: Callable[[], bool] | None,
     kept: TrainingState | None,
+    clock: Callable[[], float],
 ) -> tuple[list[Attempt], bool]:
     """Train by each recipe, one after the other. Also returns whether this was stopped early. Raises Stopped before the
     first one."""
@@ -217,7 +221,7 @@ def _attempts(
     for tried in recipes:
         with students.trainable(_parent(students, store, in_use, tried), tried) as student:
             evaluate = partial(_shared_acceptance, student, sets.validation, should_stop)
-            found = fit(student, sets.train, evaluate, tried, on_progress, should_stop, kept, own)
+            found = fit(student, sets.train, evaluate, tried, on_progress, should_stop, kept, own, clock)
         worse = found.acceptance < in_use_acceptance - VALIDATION_SLACK
         attempts.append(Attempt(tried, replace(found, best=None) if worse else found))
         if found.stopped:

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,8 @@ SPARE_MEMORY = 512 << 20
 class Brake:
     """Applies the parent's commands. The run calls ``should_stop`` between two passes; it blocks while paused.
 
-    The process is not frozen while ``steady`` is held: other processes may be waiting for it then.
+    The process is not frozen while ``steady`` is held: other processes may be waiting for it then. ``clock`` is in
+    seconds and stands still during pauses.
     """
 
     def __init__(self, commands: IO[str], paused: bool, freezes: bool = False) -> None:
@@ -48,16 +50,39 @@ class Brake:
         self.stopped = False
         self.out_of_memory = False
         self._go = threading.Event()
+        self._counting = threading.Lock()
+        self._stood_s = 0.0  # in pauses so far
+        self._stands_since: float | None = None  # when the present pause began
         if not paused:
             self._go.set()
         threading.Thread(target=self._follow, args=(commands,), name="orders", daemon=True).start()
 
     def should_stop(self) -> bool:
         """Wait while the assistant is busy, then return whether the run must end."""
-        self._go.wait()
+        if not self._go.is_set():
+            self._stand()
+            self._go.wait()
+            self._go_on()
         if not self.stopped and not self.out_of_memory:
             self.out_of_memory = memory_is_short()
         return self.stopped or self.out_of_memory
+
+    def clock(self) -> float:
+        """Seconds since some moment, without the pauses."""
+        with self._counting:
+            now = time.perf_counter() if self._stands_since is None else self._stands_since
+            return now - self._stood_s
+
+    def _stand(self) -> None:
+        with self._counting:
+            if self._stands_since is None:
+                self._stands_since = time.perf_counter()
+
+    def _go_on(self) -> None:
+        with self._counting:
+            if self._stands_since is not None:
+                self._stood_s += time.perf_counter() - self._stands_since
+                self._stands_since = None
 
     def _follow(self, commands: IO[str]) -> None:
         for line in commands:
@@ -66,8 +91,10 @@ class Brake:
                 self._go.clear()
                 if self._freezes:
                     with self.steady:
+                        self._stand()  # until the next command, as this thread may go on for a moment
                         os.kill(os.getpid(), signal.SIGSTOP)
             elif command == IDLE:
+                self._go_on()
                 self._go.set()
             else:
                 break
@@ -170,6 +197,7 @@ def _round(settings: Settings, state: PairState, brake: Brake, tell: Callable[[R
         state=state.training,
         spool=spool_of(state, settings.feature_gb),
         rehearsal=rehearsal_of(load_tokenizer(settings), state.rehearsal, base.weights),
+        clock=brake.clock,
     )
     return replace(outcome, notes=(*outcome.notes, *tidy(store, state, settings.keep_adapters)))
 
