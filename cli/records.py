@@ -104,6 +104,7 @@ def purge(
     """Delete generations for good: the file is rewritten without them. Adapters trained on them stay.
 
     Without --target and --draft it is the pair used last; where there are several, that is asked in spite of --yes.
+    With --older-than and --session only what is older of the session and its chats is deleted.
 
     Example: adaptive records purge --older-than 30d
 

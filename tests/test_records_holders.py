@@ -135,6 +135,18 @@ def test_a_session_is_counted_and_deleted_with_what_holds_it_in_other_sessions(t
     assert SECRET.encode() not in b"".join(file.read_bytes() for file in tmp_path.iterdir())
 
 
+def test_of_a_session_what_is_older_goes_with_what_is_older_of_its_chats_in_other_sessions(tmp_path: Path) -> None:
+    held = (*ASKED, Message("assistant", f"Paris {SECRET}"), LATER)
+    ages = (("a1", ASKED, 50), ("b2", held, 40), ("r", (LATER,), 40), ("a1", held, 10), ("b2", held, 10))
+    answers = [
+        replace(said(chat, f"Paris {SECRET}", name), created=time.time() - 86400 * days) for name, chat, days in ages
+    ]
+    with Log(logged(tmp_path / "records.db", *answers)) as log:
+        assert log.count(session="a1", older_than_s=86400 * 30) == 2
+        assert log.purge(session="a1", older_than_s=86400 * 30) == 2
+        assert [one.id for one in log.generations()] == [3, 4, 5]
+
+
 def test_a_damaged_request_that_may_hold_the_answer_goes_with_it(tmp_path: Path) -> None:
     held = (*ASKED, Message("assistant", SECRET), LATER)
     path = logged(tmp_path / "records.db", said(ASKED, SECRET), said(held, "So."), said((LATER,), "No.", "b"))

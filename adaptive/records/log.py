@@ -324,7 +324,7 @@ class Log:
         everything: bool = False,
     ) -> int:
         """Delete generations for good and return how many: those that meet all given conditions (age in seconds,
-        session, ids), or all. A ``session`` alone also chooses its ``holders`` in other sessions.
+        session, ids), or all. Without ids, a session includes its ``holders`` in other sessions.
 
         Their bytes are overwritten, the file is rewritten without them and the WAL is emptied. This needs as much
         free disk space as the remaining records take. If the disk is full or the file is damaged, ``everything``
@@ -426,10 +426,12 @@ def _chosen(
     connection: sqlite3.Connection, older_than_s: float | None, session: str | None, ids: Collection[int] | None = None
 ) -> tuple[str, tuple[object, ...]]:
     """A WHERE clause and its values for the generations that ``purge`` deletes."""
-    where, values = selection(older_than_s, session, time.time(), ids)
-    if session is None or older_than_s is not None or ids is not None:
+    now = time.time()
+    where, values = selection(older_than_s, session, now, ids)
+    if session is None or ids is not None:
         return where, values
-    others, more = selection(None, None, 0.0, search(connection, frozenset(_session_ids(connection, session)))[0])
+    holders = search(connection, frozenset(_session_ids(connection, session)))[0]
+    others, more = selection(older_than_s, None, now, holders)
     return f"{where} OR {others}", (*values, *more)
 
 
