@@ -22,6 +22,7 @@ from adaptive.engines.protocol import KeepsCaches
 from adaptive.kept import KeptCaches
 from adaptive.measure import attentive_on, trees_pay
 from adaptive.pair import Pair
+from adaptive.records.deletion import finish
 from adaptive.records.features import spool_of
 from adaptive.records.retention import Keep
 from adaptive.records.writer import LogWriter
@@ -65,6 +66,8 @@ def opened(
     costs are measured, which happens once for a pair and a machine.
     """
     state = open_state(settings.state_dir, pair.identity.id)
+    if left := finish(state):
+        warn(left)
     memory = last_memory(state.controller, pair)
     policy = length_policy(settings, memory, attentive_on(pair), pair.clock, trees_pay(pair))
     if pair.remote is not None:

@@ -159,6 +159,7 @@ def run(
     # PEFT imports bitsandbytes, which warns about a missing 4-bit kernel; nothing here uses 4 bits.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from adaptive.pair import load_draft_for_training, load_tokenizer, pair_identity
+    from adaptive.records.deletion import finish
     from adaptive.records.features import spool_of
     from adaptive.state import open_state
     from checkpoints.store import AdapterStore
@@ -171,6 +172,8 @@ def run(
 
     identity = pair_identity(settings)
     state = open_state(settings.state_dir, identity.id)
+    if processes.first() and (left := finish(state)):
+        console.print(f"[yellow]note:[/] {left}")
     if extra is None and not state.records.exists():
         read_log(state.records, recipe.buffer)
     store = AdapterStore(state.adapters)

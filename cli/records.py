@@ -110,7 +110,7 @@ def purge(
 
     Example: adaptive records purge --session holiday-plans --yes
     """
-    from adaptive.records.erase import erase_beside
+    from adaptive.records.deletion import delete_answers
     from adaptive.records.log import Log
     from cli.state import find_state, may_be_another
 
@@ -119,9 +119,10 @@ def purge(
     age = None if older_than is None else seconds_of(older_than)
     state, guessed = find_state(settings), may_be_another(settings)
     with Log(state.records) as log:
+        ids: frozenset[int] = frozenset()
         try:
-            chosen = log.count(older_than_s=age, session=session)
-            what = f"{chosen} of {counted(log.count(), 'generation')} of {state.root.name}"
+            ids = log.ids(older_than_s=age, session=session)
+            chosen, what = len(ids), f"{len(ids)} of {counted(log.count(), 'generation')} of {state.root.name}"
         except AdaptiveError:
             if not everything:
                 raise
@@ -133,10 +134,8 @@ def purge(
             )
         if chosen and not yes:
             typer.confirm(f"Delete {what} for good?", abort=True, err=True)
-        try:  # also if nothing is chosen: an earlier purge that met a reader has left traces to erase
-            deleted = log.purge(older_than_s=age, session=session, everything=everything)
-        finally:  # also if the log's file could not be rewritten: its records are deleted
-            gone = erase_beside(state, everything)
+        # Also if nothing is chosen: an earlier purge that met a reader has left traces to erase.
+        deleted, gone = delete_answers(state, log, ids, everything)
         try:
             left = f"{log.count()} stay, {_bytes(log.stats().size)} on disk"
         except AdaptiveError as error:

@@ -17,7 +17,7 @@ import pytest
 from records_factory import generation, start
 from test_records_durability import locked
 
-from adaptive.records import features
+from adaptive.records import recover
 from adaptive.records.erase import erase_beside
 from adaptive.records.features import LONGEST, Features, FeatureSpool, tokens_hash
 from adaptive.records.log import Log
@@ -212,7 +212,7 @@ def test_others_can_write_while_the_features_of_deleted_records_are_overwritten(
         overwrite_and_remove(file)
         overwritten.append(file)
 
-    monkeypatch.setattr(features, "overwrite_and_remove", overwrite)
+    monkeypatch.setattr(recover, "overwrite_and_remove", overwrite)
     with contextlib.closing(connect(path)) as connection:
         connection.execute("DELETE FROM generations WHERE id != 3")
         assert spool.sweep(connection) == 4
@@ -225,15 +225,15 @@ def test_others_can_write_while_the_features_of_deleted_records_are_overwritten(
 KILLED_IN_A_SWEEP = """
 import os, signal, sys
 from pathlib import Path
-from adaptive.records import features
+from adaptive.records import features, recover
 from adaptive.records.schema import connect
-path, overwrite, done = Path(sys.argv[1]), features.overwrite_and_remove, []
+path, overwrite, done = Path(sys.argv[1]), recover.overwrite_and_remove, []
 def overwrite_two(file):
     if len(done) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     overwrite(file)
     done.append(file)
-features.overwrite_and_remove = overwrite_two
+recover.overwrite_and_remove = overwrite_two
 features.FeatureSpool(path.parent / "features", 10**9).sweep(connect(path))
 """
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from adaptive.errors import AdaptiveError
 from adaptive.printable import counted
 from adaptive.records.features import FeatureSpool
-from adaptive.records.recover import set_aside_logs
+from adaptive.records.recover import remove_deleted, set_aside_logs
 from adaptive.records.retention import BATCH
 from adaptive.records.schema import DiskFullError, connect, is_disk_full, transaction
 from adaptive.state import PairState
@@ -119,6 +119,7 @@ def erase_beside(state: PairState, everything: bool) -> list[str]:
     for file in doomed:
         file.unlink(missing_ok=True)
     files.sweep(state.root)
+    remove_deleted(state.root)
     return [file.name for file in doomed]
 
 

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import sqlite3
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from adaptive.records.recover import overwrite_and_remove
+from adaptive.records.recover import mark_deleted, remove_deleted
 from adaptive.records.schema import transaction
 from adaptive.state import PairState
 from checkpoints import files
@@ -40,7 +39,6 @@ LONGEST_ANSWER = LONGEST // 2
 # folder. Too high: files of other processes exceed the limit for longer; too low: every few records need a scan.
 FULL, LOOK = 0.98, 64
 ENDING = ".safetensors"
-DELETED = ".deleted-"  # how the name of a file begins that is to be overwritten and removed
 LARGEST = 65504.0  # of float16
 
 
@@ -169,26 +167,20 @@ class FeatureSpool:
             with transaction(connection):  # so no writer has written a file whose transaction has not ended
                 gone = _not_logged(connection, gone)
                 self._mark_deleted(gone)
-        self._remove_deleted()
+        remove_deleted(self.folder)
         return len(gone)
 
     def erase(self) -> None:
         """Overwrite and remove the features of all records. Raises OSError."""
         self._mark_deleted(self.ids())
-        self._remove_deleted()
+        remove_deleted(self.folder)
         if self.folder.is_dir():
             files.sweep(self.folder)
 
     def _mark_deleted(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             with contextlib.suppress(FileNotFoundError):  # another process removed it, to keep the limit
-                os.replace(self._path(number), self.folder / f"{DELETED}{secrets.token_hex(8)}")
-
-    def _remove_deleted(self) -> None:
-        """Overwrite and remove the files that were marked here, and by processes that were killed since."""
-        for file in self.folder.glob(f"{DELETED}*"):
-            with contextlib.suppress(FileNotFoundError):  # another process removes it
-                overwrite_and_remove(file)
+                mark_deleted(self._path(number))
 
     def _enforce(self) -> None:
         found = sorted(self._files())

@@ -187,10 +187,11 @@ class Log:
         with self._reading() as connection:
             return id(connection), int(connection.execute("PRAGMA data_version").fetchone()[0])
 
-    def ids(self) -> frozenset[int]:
-        """The ids of all records."""
+    def ids(self, *, older_than_s: float | None = None, session: str | None = None) -> frozenset[int]:
+        """The ids of all records, or only of those that ``purge`` would delete with the same arguments."""
         with self._reading() as connection:
-            return frozenset(row[0] for row in connection.execute("SELECT id FROM generations"))
+            where, values = _chosen(connection, older_than_s, session)
+            return frozenset(row[0] for row in connection.execute(f"SELECT id FROM generations WHERE {where}", values))
 
     def session_messages(self, session: str) -> tuple[Message, ...]:
         """The chat so far of ``session``: the messages of its latest readable generation and the answer to them.

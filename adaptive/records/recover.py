@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import shutil
 import sqlite3
 from collections.abc import Iterator
@@ -50,6 +51,9 @@ REBUILDS = 5
 
 # Bytes overwritten at a time.
 ZEROS = 1 << 20
+
+# How the name of a file begins that is to be overwritten and removed.
+DELETED = ".deleted-"
 
 
 def open_for_writing(path: Path, suspect: bool = False) -> tuple[sqlite3.Connection, str | None]:
@@ -355,19 +359,36 @@ def _is_sequence(values: tuple[Any, ...]) -> bool:
 
 
 def overwrite_and_remove(file: Path) -> None:
+    """Rename a file, overwrite it and remove it. If the process is killed meanwhile, ``remove_deleted`` goes on."""
     if not file.exists():
         return
-    with file.open("r+b") as stream:
+    doomed = mark_deleted(file)  # first, so that a process that opens the log now does not read zeros
+    with doomed.open("r+b") as stream:
         size = stream.seek(0, os.SEEK_END)
-        file.unlink()  # first, so that a process that opens the log now does not read zeros
         stream.seek(0)
         with contextlib.suppress(OSError):
             for start in range(0, size, ZEROS):
                 stream.write(bytes(min(ZEROS, size - start)))
             stream.flush()
             os.fsync(stream.fileno())
-        if not file.name.endswith("-shm"):  # other processes have -shm mapped, and would crash if it were truncated
+        if not doomed.name.endswith("-shm"):  # other processes have -shm mapped, and would crash if it were truncated
             stream.truncate(0)  # frees its blocks even while another process has the file open
+    doomed.unlink(missing_ok=True)
+
+
+def mark_deleted(file: Path) -> Path:
+    """Give a file a name by which ``remove_deleted`` finds it, and return that."""
+    if file.name.startswith(DELETED):
+        return file
+    ending = "-shm" if file.name.endswith("-shm") else ""
+    return file.replace(file.with_name(f"{DELETED}{secrets.token_hex(8)}{ending}"))
+
+
+def remove_deleted(folder: Path) -> None:
+    """Overwrite and remove the files in ``folder`` that were marked, here or by processes that were killed since."""
+    for file in folder.glob(f"{DELETED}*"):
+        with contextlib.suppress(FileNotFoundError):  # another process removes it
+            overwrite_and_remove(file)
 
 
 def set_aside_logs(path: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from transformers import PreTrainedTokenizerBase
 
 from adaptive.decoding.text import TextStream
-from adaptive.records.erase import erase_beside
+from adaptive.records.deletion import begun, delete_answers
 from adaptive.records.holders import Asked, Held
 from adaptive.records.log import Log, LoggedGeneration
 from adaptive.records.origins import origins
@@ -43,7 +43,6 @@ Found = TypeVar("Found")
 def add_answers(app: FastAPI, api: Api) -> None:
     """Add ``/adaptive/answers`` and ``/adaptive/sessions`` to ``app``."""
     state = api.trainer.state
-    unfinished: set[int] = set()  # answers whose deletion has failed, perhaps after their records were deleted
 
     async def with_log(request: Request, do: Callable[[Log], Found]) -> Found:
         _for_this_user(api, request)
@@ -77,7 +76,7 @@ def add_answers(app: FastAPI, api: Api) -> None:
 
     def known(log: Log, number: int) -> tuple[int]:
         """The id of an answer that is in the log or whose deletion has failed. Raises HTTPException for another."""
-        return (number if number in unfinished else _one(log, number).id,)
+        return (number if number in begun(state) else _one(log, number).id,)
 
     @app.get("/adaptive/sessions/{name:path}")
     async def session(request: Request, name: str) -> dict[str, int]:
@@ -102,16 +101,7 @@ def add_answers(app: FastAPI, api: Api) -> None:
 
         def run(log: Log) -> int:
             ids = newest(log)
-            doomed = {*ids, *log.holders(ids)}
-            if not unfinished.isdisjoint(doomed):
-                doomed |= unfinished
-            unfinished.update(doomed)
-            try:
-                deleted = log.purge(ids=doomed)
-            finally:  # also if the log's file could not be rewritten: its records are deleted
-                erase_beside(state, everything=False)
-            unfinished.difference_update(doomed)
-            return deleted
+            return delete_answers(state, log, {*ids, *log.holders(ids)})[0]
 
         await _keep_off_the_log(api, await with_log(request, lambda log: log.held(newest(log))), session)
         try:

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adaptive.errors import AdaptiveError
 from adaptive.pair import load_tokenizer, sources
+from adaptive.records.deletion import finish
 from adaptive.records.retention import Keep
 from adaptive.records.writer import LogWriter
 from adaptive.service.guard import LOOPBACK, Guard
@@ -99,6 +100,8 @@ def logbook(settings: Settings, state: PairState, url: str) -> Iterator[Logbook 
         return
     after = AdapterStore(state.adapters).last_record()
     keep = Keep(settings.keep_days, settings.keep_gb)
+    if left := finish(state):
+        logger.warning("%s", left)
     with LogWriter(state.records, after=after, keep=keep) as writer:
         book = Logbook(writer, tokenizer, sources(settings)[0].folder, url)
         try:
