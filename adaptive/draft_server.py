@@ -265,6 +265,8 @@ class Promoted:
                 self._drafts.use_adapter(name, folder)
                 logger.info("now drafting with adapter %s", name or "none")
             except AdaptiveError as error:
+                if isinstance(error.__cause__, OSError):  # the store has just read it all, so this passes
+                    raise
                 logger.warning("adapter: %s; adapter %s is used", error, self._drafts.adapter or "none")
         self._seen = current
 

@@ -155,6 +155,8 @@ class Swapper:
             steps = draft.swap_adapter(folder)
             next(steps, None)
         except AdaptiveError as error:
+            if isinstance(error.__cause__, OSError):  # the store has just read it all, so this passes
+                raise
             return replace(read, error=error)
         return replace(read, steps=steps)
 

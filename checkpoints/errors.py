@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
+# The text of safetensors' error for a file that it cannot open, before the file's path.
+NO_FILE = "No such file or directory: "
+
 
 class AdaptiveError(Exception):
     """An error that the user can correct. The command line prints its text on one line and exits with 2."""
@@ -11,7 +17,20 @@ class ContextFullError(AdaptiveError):
     """A conversation or text is longer than the model's context."""
 
 
+def true_error(error: BaseException) -> BaseException:
+    """The error itself, or the true one if safetensors could not open a file: whatever the reason, such as too many
+    open files, it reports that there is no such file."""
+    path = str(error).removeprefix(NO_FILE)
+    if not isinstance(error, FileNotFoundError) or error.errno or path == str(error) or not os.path.exists(path):
+        return error
+    try:
+        with open(path, "rb"):
+            return OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), path)  # the reason has passed
+    except OSError as reason:
+        return reason
+
+
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, or the exception's type if the text is empty."""
-    text = str(error).strip()
+    """The first line of an exception's text (``true_error``), or the exception's type if the text is empty."""
+    text = str(true_error(error)).strip()
     return text.splitlines()[0] if text else type(error).__name__

@@ -128,5 +128,13 @@ def sha256(path: Path) -> str:
 
 
 def files_below(folder: Path) -> list[str]:
-    """Names of all files below ``folder``, relative and with forward slashes, sorted."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+    """Names of all files below ``folder``, relative and with forward slashes, sorted. Raises OSError if a folder cannot
+    be read, which ``Path.rglob`` takes for an empty one (Python 3.13)."""
+    found = []
+    for place, _, names in os.walk(folder, onerror=_fail):
+        found += [(Path(place) / name).relative_to(folder).as_posix() for name in names]
+    return sorted(found)
+
+
+def _fail(error: OSError) -> None:
+    raise error

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from checkpoints import files
-from checkpoints.errors import AdaptiveError
+from checkpoints.errors import AdaptiveError, true_error
 from checkpoints.manifest import Kind, Manifest, Status
 
 MANIFEST = "manifest.json"
@@ -20,7 +20,7 @@ FILES: dict[Kind, tuple[str, str]] = {"lora": (WEIGHTS, CONFIG), "head": ("model
 PICKLED = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 
 # Errors of the process or the machine, not of the file: no other adapter could be opened either.
-EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
 
 
 class DamagedAdapter(AdaptiveError):  # noqa: N818 - the thing that is damaged is the better word
@@ -37,7 +37,8 @@ class UnreadableStore(AdaptiveError):  # noqa: N818 - as above
 
 
 def check_written(folder: Path, kind: Kind = "lora") -> None:
-    """Raise AdaptiveError unless ``folder`` has a PEFT adapter, or a head, whose tensors can be opened."""
+    """Raise AdaptiveError unless ``folder`` has a PEFT adapter, or a head, whose tensors can be opened, and OSError if
+    that cannot be said now."""
     from safetensors import SafetensorError, safe_open
 
     pickled = _pickled(folder)
@@ -51,6 +52,8 @@ def check_written(folder: Path, kind: Kind = "lora") -> None:
         with safe_open(folder / weights, framework="numpy") as tensors:
             if not tensors.keys():
                 raise AdaptiveError(f"{weights} of the adapter holds no tensor; nothing was trained")
+    except OSError as error:
+        raise true_error(error) from None
     except SafetensorError as error:
         raise AdaptiveError(f"{weights} of the adapter is not a safetensors file: {error}") from error
 

@@ -24,6 +24,7 @@ from checkpoints import files
 from checkpoints.contents import ids, manifests, number, numbered
 from checkpoints.errors import AdaptiveError
 from checkpoints.folder import (
+    EXHAUSTED,
     MANIFEST,
     DamagedAdapter,
     UnreadableAdapter,
@@ -310,9 +311,11 @@ class AdapterStore:
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: Exception) -> AdaptiveError:
+        exhausted = isinstance(error, OSError) and error.errno in EXHAUSTED
+        remedy = "free some room there, or choose another folder with --state-dir"
         return AdaptiveError(
             f"adapter store {self.root} cannot be written ({getattr(error, 'strerror', None) or error}); "
-            "free some room there, or choose another folder with --state-dir"
+            f"{'try again in a moment' if exhausted else remedy}"
         )
 
     @contextmanager

@@ -11,7 +11,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -26,11 +27,13 @@ from test_service_learning import ask, publish_random_adapter, until
 
 from adaptive import draft_server, swapper
 from adaptive.draft_server import Drafts, Promoted
+from adaptive.engines.hf.lora import read_lora
 from adaptive.engines.load import load_engine
+from adaptive.errors import AdaptiveError
 from adaptive.opened import OpenedPair
 from adaptive.pair import draft_alone
 from adaptive.settings import load_settings
-from checkpoints.manifest import TrainedOn
+from checkpoints.manifest import BaseDraft, Manifest, TrainedOn
 from checkpoints.store import AdapterStore, NewAdapter
 from cli.opened import open_pair
 
@@ -92,6 +95,69 @@ def test_an_adapter_that_is_promoted_while_there_are_no_file_descriptors_comes_i
         assert session.assistant.adapter in names
     session.swapper.use_promoted()
     assert session.assistant.adapter == session.store.current_id() == names[1]
+
+
+class Crowded(AdapterStore):
+    """A store after whose first verification of an adapter the process has no file descriptors, until the next look."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.crowd = ExitStack()
+        self.looks = 0
+
+    def current_id(self) -> str | None:
+        self.crowd.close()
+        return super().current_id()
+
+    def usable(self, base: BaseDraft | None) -> tuple[Manifest | None, list[str]]:
+        found = super().usable(base)
+        self.looks += 1
+        return found
+
+    def path(self, name: str) -> Path:
+        found = super().path(name)
+        if self.looks == 1:
+            self.looks += 1
+            self.crowd.enter_context(short_of_files(0))
+        return found
+
+
+def test_an_adapter_that_was_verified_but_cannot_be_read_then_comes_into_use_later(
+    session: OpenedPair, said: io.StringIO, tmp_path: Path
+) -> None:
+    name = promoted(session.store, tmp_path / "adapter")
+    session.swapper.store = crowded = Crowded(session.store.root)
+    with crowded.crowd:
+        assert not session.swapper.use_promoted()
+    assert "Too many open files" in said.getvalue()
+    assert "adapter none stays in use" in said.getvalue()
+    assert session.swapper.use_promoted()
+    assert session.assistant.adapter == session.store.current_id() == name
+
+
+def test_weights_for_which_there_is_no_file_descriptor_are_not_said_to_be_missing(
+    session: OpenedPair, tmp_path: Path
+) -> None:
+    promoted(session.store, tmp_path)
+    folder = session.store.path("0001")
+    config = (folder / "adapter_config.json").read_text()
+    (folder / "adapter_config.json").unlink()
+    os.mkfifo(folder / "adapter_config.json")  # the weights are read when the test has written the config
+    with ThreadPoolExecutor(1) as thread, ExitStack() as crowd:
+        found = thread.submit(read_lora, folder)
+        with (folder / "adapter_config.json").open("w") as stream:
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            crowd.callback(resource.setrlimit, resource.RLIMIT_NOFILE, most)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, most[1]))
+            stream.write(config)
+        with pytest.raises(AdaptiveError, match=r"adapter_model\.safetensors cannot be read: .*Too many open files"):
+            found.result()
+    (folder / "adapter_config.json").unlink()
+    (folder / "adapter_config.json").write_text(config)
+    assert read_lora(folder)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(AdaptiveError, match=r"it has no adapter_model\.safetensors"):
+        read_lora(folder)
 
 
 @contextmanager
@@ -183,6 +249,14 @@ def test_a_draft_server_without_file_descriptors_keeps_its_adapter(
     assert drafts.adapter == names[0]
     look()
     assert drafts.adapter == names[1]
+    store.promote(names[0], "by hand")
+    crowded = Crowded(store.root)
+    look = Promoted(drafts, crowded)
+    with crowded.crowd:
+        look()
+    assert drafts.adapter == names[1]
+    look()
+    assert drafts.adapter == names[0]
 
 
 def told(server: Server) -> int:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 from shortages import short_of_files
-from store_factory import BASE, folder_in_memory, published
+from store_factory import BASE, NEW, folder_in_memory, published, write
 
 from adaptive.errors import AdaptiveError
+from checkpoints import files
 from checkpoints.folder import UnreadableStore
 from checkpoints.in_use import InUse
 from checkpoints.store import AdapterStore
@@ -58,6 +59,27 @@ def test_an_adapter_whose_folder_cannot_be_listed_is_passed_over(tmp_path: Path)
     assert manifest == store.show("0001")
     assert "cannot be read (File name too long); adapter 0001 is used" in problems[0]
     assert store.current_id() == "0002"
+
+
+def test_without_file_descriptors_an_adapter_is_not_published_in_part(tmp_path: Path) -> None:
+    store = published(tmp_path / "adapters", 1, promote=1)
+    with ExitStack() as crowd:
+
+        def write_then_crowd(folder: Path) -> None:
+            write(folder)
+            crowd.enter_context(short_of_files(0))
+
+        with pytest.raises(AdaptiveError, match=r"cannot be written \(Too many open files\); try again in a moment"):
+            store.publish(write_then_crowd, NEW)
+    assert [manifest.id for manifest in store.list()] == ["0001"]
+    assert not store.damaged()
+
+
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    write(tmp_path)
+    assert files.files_below(tmp_path)
+    with short_of_files(0), pytest.raises(OSError, match="Too many open files"):
+        files.files_below(tmp_path)
 
 
 @contextmanager

@@ -245,9 +245,9 @@ def _tensors(
 
     try:
         tensors = load_file(folder / WEIGHTS)
-    except FileNotFoundError:
-        raise AdaptiveError(f"{folder} holds no adapter: it has no {WEIGHTS}") from None
     except (OSError, SafetensorError) as error:
+        if not (folder / WEIGHTS).exists():
+            raise AdaptiveError(f"{folder} holds no adapter: it has no {WEIGHTS}") from None
         raise AdaptiveError(f"{folder / WEIGHTS} cannot be read: {first_line(error)}") from error
     found: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
