@@ -2,7 +2,7 @@
 
 In: the target's sequences and their tokens. Out: private files in the pair's folder, within a limit of bytes (the least
 recently used is removed first), and the file with the longest beginning of a prompt. A file is valid only for one way
-to compute (dtype, kernels, layout). Damaged files are removed and ignored.
+to compute (dtype, kernels, layout). Damaged files are removed and ignored; one that cannot be opened now stays.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from adaptive.engines.protocol import KeepsCaches
 from adaptive.engines.protocol import Sequence as EngineSequence
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, true_error
 from checkpoints import files
 
 logger = logging.getLogger("adaptive")
@@ -69,9 +70,11 @@ class KeptCaches:
         self._shrink()
         for path in self._files():
             try:
-                with safe_open(path, "pt") as file:
+                with _opened(path) as file:
                     if json.loads(file.metadata()["layout"]) == engine.cache_layout:
                         self._kept.append(Kept(path, file.get_tensor("tokens").tolist()))
+            except OSError as error:  # it may be whole, and readable at the next start
+                logger.warning("a kept cache is not used: %s", error)
             except UNREADABLE:
                 path.unlink(missing_ok=True)
 
@@ -82,9 +85,9 @@ class KeptCaches:
 
     def read(self, kept: Kept, sequence: EngineSequence, length: int) -> bool:
         """Restore the first ``length`` tokens of a file into a sequence. Returns False if that fails; the sequence is
-        then empty, and the file is removed."""
+        then empty, and the file is removed, unless it only cannot be opened now."""
         try:
-            with safe_open(kept.path, "pt") as file:
+            with _opened(kept.path) as file:
                 sums = json.loads(file.metadata()["sums"])
                 found = {name: file.get_tensor(name) for name in sums}
             if any(_sum(found[name]) != value for name, value in sums.items()):
@@ -95,7 +98,8 @@ class KeptCaches:
         except UNREADABLE as error:
             logger.warning("a kept cache is not used: %s", str(error).splitlines()[0] if str(error) else error)
             sequence.rollback(0)
-            self._drop(kept)
+            if not isinstance(error, OSError) or not kept.path.exists():
+                self._drop(kept)
             return False
 
     def keep(
@@ -158,6 +162,16 @@ class KeptCaches:
     def _drop(self, kept: Kept) -> None:
         self._kept = [one for one in self._kept if one.path != kept.path]
         kept.path.unlink(missing_ok=True)
+
+
+def _opened(path: Path) -> Any:
+    """``safe_open``, which raises OSError if the file cannot be opened now, as without file descriptors or memory."""
+    try:
+        return safe_open(path, "pt")
+    except FileNotFoundError as error:
+        raise true_error(error) from None
+    except RuntimeError as error:  # torch's, which maps the file
+        raise OSError(str(error)) from error
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor], layout: str) -> Iterator[None]:

@@ -91,6 +91,28 @@ def test_a_damaged_file_is_as_good_as_none(pair: Pair, tmp_path: Path, how: str)
     assert torch.equal(read(again, TEXT), wanted)
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+@pytest.mark.parametrize("left", range(2))
+def test_a_file_for_which_there_is_no_file_descriptor_stays_and_is_used_later(
+    pair: Pair, tmp_path: Path, left: int
+) -> None:
+    from shortages import short_of_files
+
+    folder = tmp_path / "caches"
+    first = conversations(pair, folder)
+    wanted = read(first, TEXT)
+    first.keep()
+    again = conversations(pair, folder)
+    with short_of_files(left):
+        assert held(again, [*TEXT, 9]) == 0
+    if left:  # enough to list the folder
+        with short_of_files(left):
+            assert held(conversations(pair, folder), [*TEXT, 9]) == 0
+    assert len(list(folder.glob("*.safetensors"))) == 1
+    assert held(again, [*TEXT, 9, 9]) == len(TEXT)
+    assert torch.equal(read(conversations(pair, folder), TEXT), wanted)
+
+
 def test_there_is_no_more_on_disk_than_may_be_and_nothing_private(pair: Pair, tmp_path: Path) -> None:
     folder = tmp_path / "caches"
     first = conversations(pair, folder)
