@@ -1,8 +1,8 @@
 """The connection to a draft server. A single connection stays open; a thread of its own sends requests and waits.
 
-In: requests (``wire.py``). Out: the bytes of the response, or nothing. Decoding waits for a proposal for a limited time
-and then continues without it; late responses are dropped. While the server is unreachable, the thread tries to connect
-again at growing intervals, and requests fail at once.
+In: requests (``wire.py``). Out: the response's head and arrays, or nothing. Decoding waits for a proposal for a limited
+time and then continues without it; late responses are dropped. While the server is unreachable, the thread tries to
+connect again at growing intervals, and requests fail at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from adaptive.errors import AdaptiveError, first_line
 from adaptive.settings import Settings
 from adaptive.tls import trusted
 from adaptive.vocabulary import Vocabulary
-from adaptive.wire import CONTENT_TYPE, HELLO, MOST_BODY, PROPOSE, VOCABULARY, Hello, Refused, origin_of
+from adaptive.wire import CONTENT_TYPE, HELLO, MOST_BODY, PROPOSE, VOCABULARY, Body, Hello, Refused, origin_of, unpacked
 
 logger = logging.getLogger("adaptive.drafting")
 Model = TypeVar("Model", bound=BaseModel)
@@ -84,7 +84,7 @@ class Call:
 
     body: Callable[[bool], bytes]
     done: threading.Event = field(default_factory=threading.Event)
-    answer: bytes | None = None
+    answer: Body | None = None
     refused: str | None = None
 
 
@@ -211,7 +211,7 @@ class Remote:
 
     def _answer(self, call: Call) -> None:
         try:
-            answer = self._asked(call)
+            answer = unpacked(self._asked(call))
             if self._is_ours(answer):
                 call.answer = answer
                 self._pause, self._said_lost = AGAIN_S, False
@@ -225,7 +225,7 @@ class Remote:
             self._busy = False
             call.done.set()
 
-    def _is_ours(self, answer: bytes) -> bool:
+    def _is_ours(self, answer: Body) -> bool:
         """Whether the draft of the start made this answer; notes its adapter. A new process at the address may have
         another draft, and be reached without an error in between. Raises Refused."""
         origin = origin_of(answer)

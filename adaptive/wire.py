@@ -57,6 +57,13 @@ class Hello(BaseModel):
     adapter: str | None = None
 
 
+class Body(NamedTuple):
+    """A message that was received: its head and its arrays."""
+
+    head: dict[str, Any]
+    arrays: list[Array]
+
+
 class Origin(NamedTuple):
     """The draft that made a proposal: the hash of its ``weights`` and its ``adapter``."""
 
@@ -141,10 +148,10 @@ def drafted_bytes(
     return packed({"tree": parents is not None, "drawn": probs is not None, **named}, *arrays)
 
 
-def origin_of(body: bytes) -> Origin | None:
+def origin_of(body: Body) -> Origin | None:
     """The draft that made the proposal in a body; None if the body does not name it, as an older server's. Raises
     Refused."""
-    head, _ = unpacked(body)
+    head = body.head
     if "weights" not in head:
         return None
     weights, adapter = head["weights"], head.get("adapter")
@@ -153,10 +160,10 @@ def origin_of(body: bytes) -> Origin | None:
     return Origin(weights, adapter)
 
 
-def read_drafted(body: bytes, asked: Asked, drawn: bool) -> Drafted | None:
+def read_drafted(body: Body, asked: Asked, drawn: bool) -> Drafted | None:
     """The validated response to ``asked``; None for no proposal. ``drawn``: the target samples, so distributions are
     wanted for a chain; without them its tokens are verified as point masses. Raises Refused."""
-    head, arrays = unpacked(body)
+    head, arrays = body
     tree, has_probs = head.get("tree") is True, head.get("drawn") is True
     expected = ["int32"] + ["int32"] * tree + ["int32", "int32", "float32"] * has_probs
     if [one.dtype for one in arrays] != [DTYPES[name] for name in expected]:
@@ -219,8 +226,8 @@ def packed(head: dict[str, Any], *arrays: Array) -> bytes:
     return b"".join([struct.pack("<I", len(text)), text, *(one.tobytes() for one in arrays)])
 
 
-def unpacked(body: bytes) -> tuple[dict[str, Any], list[Array]]:
-    """The head and the arrays of a body. Raises Refused."""
+def unpacked(body: bytes) -> Body:
+    """The head and the arrays in these bytes. Raises Refused."""
     if len(body) < 4 or not 0 < (size := struct.unpack_from("<I", body)[0]) <= min(MOST_HEAD, len(body) - 4):
         raise Refused("the body has no head")
     try:
@@ -236,4 +243,4 @@ def unpacked(body: bytes) -> tuple[dict[str, Any], list[Array]]:
         at += count * dtype.itemsize
     if at != len(body):
         raise Refused("the body is longer than its head says")
-    return head, arrays
+    return Body(head, arrays)

@@ -36,7 +36,7 @@ from adaptive.sampling import LogitsProcessor
 from adaptive.settings import load_settings
 from adaptive.types import REMOTE, REMOTE_TREE, Message, SamplingParams, StopParams
 from adaptive.vocabulary import Vocabulary
-from adaptive.wire import Asked, Refused, drafted_bytes, packed, read_drafted
+from adaptive.wire import Asked, Refused, drafted_bytes, packed, read_drafted, unpacked
 
 assert models  # a fixture
 GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, seed=3)
@@ -150,13 +150,13 @@ def body(
 
 
 def test_a_proposal_comes_across_as_it_was_made() -> None:
-    got = read_drafted(body(), ASKED, True)
+    got = read_drafted(unpacked(body()), ASKED, True)
     assert got is not None
     assert got.tokens == [2, 7]
     assert got.probs is not None
     assert np.array_equal(got.probs, np.stack(ROWS))
-    assert read_drafted(drafted_bytes([], None, None), ASKED, True) is None
-    tree = read_drafted(body((1, 2, 1), parents=[-1, -1, 0]), replace(ASKED, tree=True), True)
+    assert read_drafted(unpacked(drafted_bytes([], None, None)), ASKED, True) is None
+    tree = read_drafted(unpacked(body((1, 2, 1), parents=[-1, -1, 0])), replace(ASKED, tree=True), True)
     assert tree is not None
     assert tree.parents == [-1, -1, 0]
     assert Asked.from_bytes(replace(ASKED, sampling=SAMPLED).to_bytes()) == replace(ASKED, sampling=SAMPLED)
@@ -206,7 +206,7 @@ TWICE = packed(
 )  # fmt: skip
 def test_what_is_no_proposal_is_refused(sent: bytes, asked: Asked, said: str) -> None:
     with pytest.raises(Refused, match=said):
-        read_drafted(sent, asked, True)
+        read_drafted(unpacked(sent), asked, True)
 
 
 def closes(handler: Any, asked: bytes) -> None:

@@ -22,7 +22,7 @@ from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.remote import Remote
 from adaptive.sampling import LogitsProcessor
 from adaptive.vocabulary import Vocabulary
-from adaptive.wire import Hello, Origin, Refused, drafted_bytes, origin_of, packed
+from adaptive.wire import Hello, Origin, Refused, drafted_bytes, origin_of, packed, unpacked
 
 assert models  # a fixture
 Models = tuple[TransformersEngine, TransformersEngine]
@@ -89,11 +89,11 @@ def test_the_adapter_in_use_is_that_of_the_last_answer(models: Models) -> None:
 
 def test_the_origin_of_a_proposal_comes_across() -> None:
     for origin in (Origin("0", None), Origin("ab", "0007")):
-        assert origin_of(drafted_bytes([2], None, None, origin)) == origin
-    assert origin_of(body()) is None  # of a server that does not say it
+        assert origin_of(unpacked(drafted_bytes([2], None, None, origin))) == origin
+    assert origin_of(unpacked(body())) is None  # of a server that does not say it
     for head in ({"weights": 3}, {"weights": "0", "adapter": 5}):
         with pytest.raises(Refused):
-            origin_of(packed(head))
+            origin_of(unpacked(packed(head)))
 
 
 @pytest.mark.parametrize("url", [NOBODY, NOBODY.replace("http:", "https:")])
