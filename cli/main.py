@@ -6,6 +6,7 @@ commands, so that ``adaptive --help`` answers at once.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -47,6 +48,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+# Exit status if what reads the output has ended: that of a program that the shell saw ended by SIGPIPE.
+READER_ENDED = 141
 
 
 def _version(asked: bool) -> None:
@@ -90,6 +94,31 @@ app.add_typer(config.app, name="config")
 
 def run() -> None:
     """Run the command line; a user's error prints one line on standard error and exits with 2."""
+    try:
+        _run()
+    except (SystemExit, BrokenPipeError) as ending:
+        if not _reader_has_ended(ending):
+            raise
+        for stream in (sys.__stdout__, sys.__stderr__):  # both may go into the pipe; Python flushes them at its end
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # closed before the start, or no file
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # type: ignore[union-attr]
+        sys.exit(READER_ENDED)
+
+
+def _reader_has_ended(ending: BaseException) -> bool:
+    """Whether the program ends because what reads its output has ended, as in ``adaptive history | head -1``."""
+    # Typer and rich make an exit with status 1 of the error.
+    if isinstance(ending, BrokenPipeError) or isinstance(ending.__context__, BrokenPipeError):
+        return True
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        return True
+    return False
+
+
+def _run() -> None:
     wait()
     keep_buffers()
     look_for_cycles_less()
@@ -110,9 +139,6 @@ def run() -> None:
             raise
         typer.echo(f"adaptive: {said}", err=True)
         sys.exit(2)
-    except BrokenPipeError:  # the reader has ended, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
 
 
 def _missing(error: ModuleNotFoundError) -> str:

@@ -125,6 +125,10 @@ def test_an_answer_whose_reader_ends_is_in_the_log(pair: tuple[str, str], own_ho
         assert running.stdout is not None
         assert running.stdout.read(1)
         running.stdout.close()
+        assert running.stderr is not None
+        said = running.stderr.read()
+    assert running.returncode == 141
+    assert b"Error" not in said
     (records,) = own_home.rglob("records.db")
     with Log(records) as log:
         (kept,) = log.generations()
