@@ -31,6 +31,7 @@ from adaptive.engines.hf.kinds import Kinds
 from adaptive.engines.hf.lora import MergedAdapter
 from adaptive.engines.hf.plain import PlainSequence
 from adaptive.engines.hf.switching import SwitchingSequence, rope_border
+from adaptive.engines.hf.together import Together
 from adaptive.engines.protocol import (
     Chooser,
     ExtendCall,
@@ -40,10 +41,8 @@ from adaptive.engines.protocol import (
     Proposed,
     Sequence,
     VerificationCall,
-    distinct,
     judged,
     no_trees,
-    one_after_another,
 )
 from adaptive.engines.threads import ThreadChoice
 from adaptive.engines.tree import NO_TREE
@@ -145,7 +144,7 @@ class TransformersSequence:
         if not engine.trees:
             raise no_trees(f"transformers' {type(engine.model).__name__}")
         if engine.cpu_forward is None or engine.cpu_forward.fused:
-            return engine.joint_pass([ExtendCall(self, tokens, rows, parents)])[0]
+            return engine.together.one_pass([ExtendCall(self, tokens, rows, parents)])[0]
         assert isinstance(self.cache, CpuCache)
         tree = hf_joint.grown(ExtendCall(self, tokens, rows, parents))
         assert tree is not None
@@ -253,8 +252,7 @@ class TransformersEngine:
         self._give_no_features()
         if self.recurrent and self.cpu_forward is None:
             watch(model)
-        self._joint_logits = Rows(self.vocab_size)
-        self._proved: bool | None = None  # whether the model's own forward can make joint passes; None before the test
+        self.together = Together(self, PREFILL_CHUNK)
         self._positions = torch.arange(min(self.context_length, 2**20), device=self.device)[None]
 
     @property
@@ -376,69 +374,28 @@ class TransformersEngine:
         return logits[len(logits) - rows :]
 
     @property
+    def apart(self) -> bool:
+        """Whether a pass of the model's own forward can extend only one sequence: it decodes plainly, has two caches
+        for one text, or takes no positions."""
+        return self.undraftable is not None or self._border is not None or not self._placed
+
+    @property
     def joint(self) -> bool:
-        """Whether one pass can extend several sequences. Our own forward can if a pass is one native call. The model's
-        own forward can if it caches only keys and values, in one cache per text, and a test, made once, gives the same
-        results as text by text."""
-        if self.cpu_forward is not None:
-            return self.cpu_forward.fused
-        if self._proved is None:
-            plain = self.undraftable is not None or self._border is not None or not self._placed
-            self._proved = not plain and hf_joint.proves(self)
-        return self._proved
+        """Whether one pass can extend several sequences (``Together.possible``)."""
+        return self.together.possible
 
     def extend_together(self, calls: Several[ExtendCall]) -> list[torch.Tensor]:
-        """Extend several sequences in one pass; see the protocol.
-
-        With our own forward the logits are bit for bit those of separate passes; with transformers' they differ by
-        rounding. A long piece of a prompt gets a separate pass, which reads the weights once for many tokens anyway.
-        """
-        distinct(calls)
-        some = [call for call in calls if self._is_part(call)] if self.joint else []
-        if len(some) < 2:
-            return one_after_another(calls, self.recorded is not None)
-        found = dict(zip(map(id, some), self.joint_pass(some), strict=True))
-        return [found[id(c)] if id(c) in found else c.sequence.extend(c.tokens, c.rows, c.parents) for c in calls]
-
-    def _is_part(self, call: ExtendCall) -> bool:
-        """Whether these tokens of a sequence can be part of a joint pass."""
-        forward, count = self.cpu_forward, len(call.tokens)
-        if call.parents is not None:
-            return count > 0 and self.trees
-        if forward is None or (self.recurrent and count > REMEMBER_BEFORE):  # a longer pass may keep a checkpoint
-            return forward is None and 0 < count <= PREFILL_CHUNK
-        return cpu_joint.is_part(forward, count)
-
-    def joint_pass(self, calls: Several[ExtendCall]) -> list[torch.Tensor]:
-        """Extend sequences in one pass; the calls have at least one token each, and no long piece of a prompt. Returns
-        logits (rows, vocab) of each."""
-        sequences: list[Any] = [call.sequence for call in calls]
-        caches, trees = [sequence.cache for sequence in sequences], [hf_joint.grown(call) for call in calls]
-        rows = [call.rows for call in calls]
-        if self.cpu_forward is None:
-            given = [moved(as_tensor(call.tokens), self.device) for call in calls]
-            logits = hf_joint.extend_together(self, list(map(hf_joint.Part, given, rows, caches, trees)))
-        else:
-            listed = [c.tokens if isinstance(c.tokens, list) else c.tokens.tolist() for c in calls]
-            parts = list(map(cpu_joint.Part, listed, rows, caches, trees))
-            logits = cpu_joint.extend_together(self.cpu_forward, parts, self._joint_logits)
-        for sequence, tree in zip(sequences, trees, strict=True):
-            sequence.tree = tree or NO_TREE
-        return logits
+        """Extend several sequences in one pass (``Together.extend``)."""
+        return self.together.extend(calls)
 
     def propose_together(self, calls: Several[tuple[Sequence, ProposalCall]]) -> list[Proposed]:
         """Make several proposals; see ``ProposesTogether``."""
-        sequences: list[Any] = [sequence for sequence, _ in calls]
-        if self.cpu_forward is None or not self.cpu_forward.fused or len(calls) < 2:
-            return [sequence.propose(call) for sequence, (_, call) in zip(sequences, calls, strict=True)]
-        drafts = [sequence.draft(call) for sequence, (_, call) in zip(sequences, calls, strict=True)]
-        return cpu_joint.propose_together(self.cpu_forward, drafts)
+        return self.together.propose(calls)
 
     @property
     def trees(self) -> bool:
-        """Whether passes over trees are supported: by our own forward, and by the model's own if it supports ``joint``
-        passes, which work in the same way. Never with recurrent states, because each path would need a separate one."""
-        return not self.recurrent and (self.cpu_forward is not None or self.joint)
+        """Whether passes over trees are supported (``Together.trees``)."""
+        return self.together.trees
 
     def run_joint(
         self, tokens: torch.Tensor, places: torch.Tensor, cache: hf_joint.JointCache, wanted: torch.Tensor
