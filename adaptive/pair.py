@@ -18,7 +18,7 @@ from adaptive.engines import budget
 from adaptive.engines.cpu.torch_threads import set_threads
 from adaptive.engines.head.kinds import HeadKind, head_kind, mtp_weights
 from adaptive.engines.identity import IDENTITY_BYTES, weights_hash
-from adaptive.engines.llamacpp.files import find_gguf, gguf_tokenizer, is_gguf_name
+from adaptive.engines.llamacpp.files import find_gguf, is_gguf_name
 from adaptive.engines.load import (
     Forward,
     Source,
@@ -33,11 +33,11 @@ from adaptive.engines.load import (
 from adaptive.engines.load_head import head_for_training, load_head
 from adaptive.engines.slower import why_slower
 from adaptive.engines.threads import ThreadChoice, WorkClock
-from adaptive.errors import AdaptiveError, first_line
+from adaptive.errors import AdaptiveError
 from adaptive.hub import hub_folder
 from adaptive.remote import Remote, is_address, remote_of, untrained
 from adaptive.settings import Quantisation, Settings, expanded
-from adaptive.vocabulary import difference_of, vocabulary_of
+from adaptive.tokenizers import checked_tokenizer, read_tokenizer
 from checkpoints.manifest import BaseDraft
 
 if TYPE_CHECKING:
@@ -283,47 +283,7 @@ def draft_alone(settings: Settings) -> tuple[Source, PreTrainedTokenizerBase]:
 def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
     """The target's tokenizer. Raises AdaptiveError if the draft's differs."""
     target, draft = sources(settings)
-    return _tokenizer(target, draft, _trained(draft, settings), remote_of(settings), settings.trust_remote_code)
-
-
-def read_tokenizer(source: Source, trust: bool) -> PreTrainedTokenizerBase:
-    """A model's tokenizer. ``trust``: run code that comes with the checkpoint. Raises AdaptiveError."""
-    from transformers import AutoTokenizer
-
-    if source.gguf is not None:
-        return gguf_tokenizer(source.gguf)
-    try:
-        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust)
-    except Exception as error:
-        raise AdaptiveError(f"the tokenizer of {source.id} cannot be read: {first_line(error)}") from error
-    return loaded
-
-
-def _tokenizer(
-    target: Source, draft: Source | None, trained: Source | None, remote: Remote | None, trust: bool
-) -> PreTrainedTokenizerBase:
-    tokenizer = read_tokenizer(target, trust)
-    if draft is not None and draft.head:
-        return tokenizer  # a head uses the target's vocabulary
-    ours, theirs = vocabulary_of(tokenizer), None
-    if draft is not None:
-        theirs, name = vocabulary_of(read_tokenizer(draft, trust)), f"draft {draft.id}"
-    elif remote is not None and remote.hello.vocabulary != ours.digest:
-        theirs, name = remote.vocabulary(), f"the draft {remote.hello.id} at {remote.url}"
-    difference = None if theirs is None else difference_of(ours, theirs)
-    if difference:
-        raise AdaptiveError(
-            f"target {target.id} and {name} have different tokenizers: {difference}; "
-            "a draft must come from the target's own family"
-        )
-    if trained is not None and trained is not draft:
-        difference = difference_of(ours, vocabulary_of(read_tokenizer(trained, trust)))
-        if difference:
-            raise AdaptiveError(
-                f"draft checkpoint {trained.id} has another tokenizer than the target {target.id}: {difference}; "
-                "name the checkpoint that the GGUF draft was made from"
-            )
-    return tokenizer
+    return checked_tokenizer(target, draft, _trained(draft, settings), remote_of(settings), settings.trust_remote_code)
 
 
 def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | None = None) -> Pair:
@@ -340,7 +300,7 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     identity = _identity(target, draft, trained, grows, remote=remote)
     if grows:
         refused = _refused(target, settings)
-    tokenizer = _tokenizer(target, draft, trained, remote, settings.trust_remote_code)
+    tokenizer = checked_tokenizer(target, draft, trained, remote, settings.trust_remote_code)
     set_threads(settings.threads)
     where = settings.draft_device or settings.device
     check_readable(target, settings, settings.device)
