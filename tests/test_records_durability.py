@@ -17,7 +17,8 @@ from records_factory import generation, same, start
 
 from adaptive.records.log import Log
 from adaptive.records.schema import connect
-from adaptive.records.writer import LogWriter, WriterState, size_of
+from adaptive.records.waiting import size_of
+from adaptive.records.writer import LogWriter, WriterState
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and limits of POSIX")
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import logging
 import math
 import sqlite3
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +35,7 @@ from adaptive.records.recover import (
 from adaptive.records.retention import LOOK_S, Keep
 from adaptive.records.rows import insert
 from adaptive.records.schema import DiskFullError, connect, is_damage, transaction, unusable
+from adaptive.records.waiting import Pending, Waiting
 from adaptive.types import Generation
 
 logger = logging.getLogger("adaptive.records")
@@ -44,9 +43,6 @@ logger = logging.getLogger("adaptive.records")
 # Bytes of generations held in memory while the disk does not accept them: some 600 of 500 tokens with supervision (100
 # kB each), or several thousand without. Too low: a short outage loses records. Too high: it takes the models' memory.
 MEMORY_BYTES = 64 << 20
-
-# Bytes that a generation takes besides its arrays and texts: objects, and a tuple for each round.
-OBJECTS_BYTES, ROUND_BYTES = 2048, 200
 
 # Seconds between two tries after a failure. Too low: useless tries on a full disk. Too high: records stay
 # in memory, where a crash loses them, for longer than needed.
@@ -77,19 +73,6 @@ class WriterState:
     lost: int
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """A generation that is not in the log yet, and the target's features of it if they are to be kept."""
-
-    generation: Generation
-    features: Features | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Approximate bytes of memory of both."""
-        return size_of(self.generation) + (0 if self.features is None else self.features.nbytes)
-
-
 class LogWriter:
     """The only writer of this process. Safe to call from several threads; also a context manager.
 
@@ -118,15 +101,13 @@ class LogWriter:
         self.path = path
         self.on_stored: Callable[[], None] = _nobody  # called on the writer's thread, after a record is in the log
         self.lost = self.stripped = 0
-        self._memory = memory_bytes
-        self._held = 0  # bytes of the waiting generations
         self._retry_s = retry_s
         self._newest = after
         self._keep = keep
         self._spool = spool
         self._looked = -math.inf  # when ``keep`` was last enforced
         self._unfinished = False  # whether that was interrupted
-        self._pending: deque[Waiting] = deque()
+        self._pending = Pending(memory_bytes)
         self._changed = threading.Condition()
         self._handed = self._settled = 0  # generations given to write(), and those committed or dropped
         self._attempt = self._failed_attempt = 0
@@ -175,12 +156,13 @@ class LogWriter:
         with self._changed:
             if self._closing:
                 raise RuntimeError("the log writer is closed")
-            self._changed.wait_for(lambda: self._fits_or_fails(waiting.nbytes), ROOM_S)
-            self._pending.append(waiting)
-            self._held += waiting.nbytes
+            self._changed.wait_for(lambda: self._pending.fits(waiting) or self._failure is not None, ROOM_S)
+            self._pending.add(waiting)
             self._handed += 1
-            if self._held > self._memory:
-                self._shrink()
+            stripped, dropped = self._pending.shrink()
+            self.stripped += stripped
+            for _ in range(dropped):
+                self._give_up(self._failure or "the disk is too slow")
             self._changed.notify_all()
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -227,22 +209,6 @@ class LogWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _fits_or_fails(self, size: int) -> bool:
-        return not self._pending or self._held + size <= self._memory or self._failure is not None
-
-    def _shrink(self) -> None:
-        """Drop features and supervision before text, the oldest first. Called with the lock held."""
-        for place, waiting in enumerate(self._pending):
-            if self._held <= self._memory:
-                return
-            if waiting.generation.supervision is not None or waiting.features is not None:
-                self._pending[place] = Waiting(dataclasses.replace(waiting.generation, supervision=None))
-                self._held += self._pending[place].nbytes - waiting.nbytes
-                self.stripped += waiting.generation.supervision is not None
-        while self._held > self._memory and len(self._pending) > 1:
-            self._held -= self._pending.popleft().nbytes
-            self._give_up(self._failure or "the disk is too slow")
-
     def _run(self) -> None:
         self._enforce()
         self._sweep()
@@ -270,9 +236,7 @@ class LogWriter:
                 return None
             self._attempt += 1
             self._urged = False
-            waiting = self._pending.popleft()
-            self._held -= waiting.nbytes
-            return waiting
+            return self._pending.take()
 
     def _store(self, waiting: Waiting) -> None:
         try:
@@ -366,8 +330,7 @@ class LogWriter:
                     self._settled += 1
                 self._changed.notify_all()
                 return True
-            self._pending.appendleft(waiting)  # keep the order, so that ids follow time
-            self._held += waiting.nbytes
+            self._pending.put_back(waiting)
             self._failed_attempt = self._attempt
             self._changed.notify_all()
             if self._closing:
@@ -441,12 +404,3 @@ def _nobody() -> None:
 def _may_pass(error: AdaptiveError) -> bool:
     """Whether a later try can succeed: the disk is full, or another program holds the log's lock."""
     return isinstance(error, DiskFullError) or "locked" in str(error.__cause__)
-
-
-def size_of(generation: Generation) -> int:
-    """Approximate bytes of memory of a generation."""
-    made = generation.supervision
-    arrays = 0 if made is None else made.ids.nbytes + made.logprobs.nbytes
-    texts = [generation.text, generation.prompt_text, *(message.content for message in generation.messages)]
-    arrays += generation.prompt.nbytes + generation.output.nbytes
-    return OBJECTS_BYTES + arrays + sum(map(len, texts)) + ROUND_BYTES * len(generation.rounds)
