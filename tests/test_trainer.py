@@ -25,8 +25,7 @@ from adaptive.types import Generation, Message, SamplingParams, Timings
 from checkpoints.manifest import BaseDraft
 from checkpoints.store import AdapterStore
 from trainers import lora
-from trainers.dataset import examples, fold, gate_share, loop_start, read_log, repeated_ngrams, split
-from trainers.per_position import position_losses
+from trainers.dataset import examples, read_log, split
 from trainers.recipe import LossName, Recipe
 from trainers.replay import acceptance_rate, replay
 from trainers.run import distill
@@ -216,85 +215,6 @@ def test_records_with_nothing_to_learn_leave_the_draft_in_use(tmp_path: Path) ->
     store = AdapterStore(tmp_path / "adapters")
     outcome = distill(log, store, BASE, draft, Recipe(rank=4, epochs=1, evaluations=4))
     assert store.current_id() is None, outcome.message
-
-
-def test_no_prompt_is_ever_on_two_sides_and_sides_never_change(tmp_path: Path, spoken: list[Generation]) -> None:
-    again = [generation(f"0-{i}", np.arange(9), np.arange(1, 30), SamplingParams()) for i in range(60)]
-    small = read_log(write_log(tmp_path / "a.db", spoken[:40]), 1000)
-    large = read_log(write_log(tmp_path / "b.db", [*spoken, *again]), 1000)
-    sides = [
-        {side: set(getattr(split(rows), side)["fold"]) for side in ("train", "validation", "gate")}
-        for rows in (small, large)
-    ]
-    for side in sides[1]:
-        others = set().union(*(sides[1][other] for other in sides[1] if other != side))
-        assert not sides[1][side] & others
-        assert sides[0][side] <= sides[1][side]
-    parts = split(large)
-    assert len(parts.train) + len(parts.validation) + len(parts.gate) == 160
-    assert fold("  What is\n2+2? ") == fold("what is 2+2?")
-
-
-@pytest.mark.parametrize(("generations", "share"), [(40, 0.35), (120, 0.3), (1000, 0.2)])
-def test_a_first_adapter_is_judged_on_more_and_never_on_what_chose_it(
-    tmp_path: Path, generations: int, share: float
-) -> None:
-    said = [generation(f"{i}", np.arange(9), np.arange(1, 30), SamplingParams()) for i in range(generations)]
-    rows = read_log(write_log(tmp_path / "r.db", said), 2000)
-    usual, first = split(rows), split(rows, first=True)
-    assert gate_share(generations, first=True) == pytest.approx(share)
-    assert abs(len(first.gate) - share * generations) < 4 * (generations * share * (1 - share)) ** 0.5
-    assert set(usual.gate["id"]) <= set(first.gate["id"])
-    assert usual.validation["id"] == first.validation["id"]
-    assert sorted([*first.train["id"], *first.validation["id"], *first.gate["id"]]) == sorted(rows["id"])
-
-
-def test_loops_are_cut_out(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    fresh = rng.integers(0, VOCAB, 60)
-    looping = np.concatenate([fresh, np.tile(np.arange(5), 30)])
-    quoting = np.concatenate([fresh, fresh[:20], rng.integers(0, VOCAB, 40)])
-    kept = loop_start(repeated_ngrams(looping), len(looping))
-    assert 60 <= kept <= 75
-    assert loop_start(repeated_ngrams(quoting), len(quoting)) == len(quoting)
-    rows = read_log(write_log(tmp_path / "r.db", [generation("q", fresh, looping, SamplingParams())]), 10)
-    (one,) = examples(rows, 1000)
-    assert len(one.output) == kept
-    assert not one.limited
-    assert rows[0]["repeated"] > 0.5
-
-
-def test_supervision_survives_the_way_through_the_dataset(log: Path, spoken: list[Generation]) -> None:
-    for example, one in zip(examples(read_log(log, 1000), 1000), spoken, strict=True):
-        assert example.supervision is not None
-        assert one.supervision is not None
-        n = len(example.output)
-        for name in ("ids", "logprobs", "rest", "chosen"):
-            np.testing.assert_array_equal(getattr(example.supervision, name), getattr(one.supervision, name)[:n])
-
-
-def test_auto_takes_the_distribution_at_the_records_temperature_and_text_where_there_is_none(
-    spoken: list[Generation],
-) -> None:
-    greedy = speak(target(), 1, SamplingParams())[0]
-    from dataclasses import replace
-
-    from trainers.dataset import Example
-    from trainers.losses import cross_entropy, kl_tv, outcomes
-
-    def example(g: Generation) -> Example:
-        return Example(1, "", g.prompt, g.output, g.sampling, False, g.supervision)
-
-    both = [example(greedy), example(spoken[0]), replace(example(spoken[1]), supervision=None)]
-    logits = torch.randn(120, VOCAB)
-    found = position_losses(logits, both, "auto")
-    kept: list[torch.Tensor] = []
-    for name in ("ids", "logprobs", "rest"):
-        arrays = [getattr(one.supervision, name) for one in (greedy, spoken[0])]
-        kept.append(torch.cat([torch.from_numpy(a.astype(np.int64) if name == "ids" else a) for a in arrays]))
-    temperatures = torch.tensor([1.0] * 40 + [0.7] * 40)
-    torch.testing.assert_close(found[:80], kl_tv(*outcomes(logits[:80], *kept, temperatures)))
-    torch.testing.assert_close(found[80:], cross_entropy(logits[80:], torch.from_numpy(spoken[1].output).long()))
 
 
 @pytest.mark.parametrize("loss", ["auto", "reverse-kl", "cross-entropy"])
