@@ -13,7 +13,7 @@ from conftest import Command
 from draft_servers import served_here
 from slow_disk import until
 from test_lossless_sampled import PROMPT, VOCAB, models
-from test_remote_draft import GREEDY, NOBODY, Holder, body
+from test_remote_draft import GREEDY, NOBODY, Holder
 
 from adaptive import remote as line
 from adaptive.drafting import remote as drafting
@@ -22,7 +22,7 @@ from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.remote import Remote
 from adaptive.sampling import LogitsProcessor
 from adaptive.vocabulary import Vocabulary
-from adaptive.wire import Hello, Origin, Refused, drafted_bytes, origin_of, packed, unpacked
+from adaptive.wire import Hello
 
 assert models  # a fixture
 Models = tuple[TransformersEngine, TransformersEngine]
@@ -85,15 +85,6 @@ def test_the_adapter_in_use_is_that_of_the_last_answer(models: Models) -> None:
             assert drafter.propose(PROMPT, 3) is not None
             assert drafter.remote.as_object()["adapter"] == adapter
         assert not said
-
-
-def test_the_origin_of_a_proposal_comes_across() -> None:
-    for origin in (Origin("0", None), Origin("ab", "0007")):
-        assert origin_of(unpacked(drafted_bytes([2], None, None, origin))) == origin
-    assert origin_of(unpacked(body())) is None  # of a server that does not say it
-    for head in ({"weights": 3}, {"weights": "0", "adapter": 5}):
-        with pytest.raises(Refused):
-            origin_of(unpacked(packed(head)))
 
 
 @pytest.mark.parametrize("url", [NOBODY, NOBODY.replace("http:", "https:")])
