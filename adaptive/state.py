@@ -37,6 +37,11 @@ class PairState:
         return self.root / "rehearsal.safetensors"
 
     @property
+    def answering(self) -> Path:
+        """The prompts that ``adaptive distill --prompts`` has had answered for an interrupted run, as a hash."""
+        return self.root / "answering.json"
+
+    @property
     def features(self) -> Path:
         """The feature spool: hidden states of the target at logged positions."""
         return self.root / "features"

@@ -96,7 +96,8 @@ def distill(
     """Teach the draft what the target said, and put it into use if that helps on text it was not trained on.
 
     ctrl-C stops at once and keeps the best draft so far as a candidate. The same command again goes on with a
-    run that was interrupted. Under torchrun (torchrun -m cli.main distill), several processes train as one.
+    run that was interrupted, and does not ask again what was answered. Under torchrun (torchrun -m cli.main
+    distill), several processes train as one.
 
     Example: adaptive distill
 
@@ -129,18 +130,17 @@ def distill(
     if asked is not None and records is None:
         recipe = replace(recipe, buffer=max(recipe.buffer, len(asked)))
     extra = None if data is None else _chats(settings, data)
-    if asked is not None:
-        from cli.answer import answer_into_log
+    from cli.answer import answers_logged
 
-        answer_into_log(settings, asked, console)
-    outcome = run(settings, recipe, promotion, console, extra, compare)
-    processes.leave()
-    if as_json and speaks:
-        typer.echo(json.dumps(as_object(outcome), indent=2, ensure_ascii=False))
-    elif not as_json:
-        show(outcome, settings, console)
-    if outcome.stopped:
-        raise typer.Exit(130)
+    with nullcontext() if asked is None else answers_logged(settings, asked, console):
+        outcome = run(settings, recipe, promotion, console, extra, compare)
+        processes.leave()
+        if as_json and speaks:
+            typer.echo(json.dumps(as_object(outcome), indent=2, ensure_ascii=False))
+        elif not as_json:
+            show(outcome, settings, console)
+        if outcome.stopped:
+            raise typer.Exit(130)
 
 
 def run(
@@ -293,7 +293,7 @@ def progress_bar(console: Console, doing: str = "distilling") -> Iterator[Callab
                 task,
                 completed=progress.step,
                 total=progress.steps,
-                steps=f"{progress.step}/{progress.steps} {'texts to keep' if progress.writing else 'steps'}",
+                steps=f"{progress.step}/{progress.steps} {progress.counted}",
                 loss=_known(progress.loss),
                 acceptance=_known(progress.held_out_acceptance),
                 left=_left(progress.seconds_left),

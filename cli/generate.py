@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -16,6 +16,8 @@ from adaptive.printable import counted
 from cli.options import shared_options
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from adaptive.assistant import Assistant
     from adaptive.decoding.loop import Decoding, Step
     from adaptive.grammar import Grammar
@@ -30,6 +32,9 @@ def generate(
     settings: Settings,
     prompt: Annotated[Optional[str], typer.Argument(help="The prompt; - reads it from standard input.")] = None,
     prompts: Annotated[Optional[Path], typer.Option(help="JSON lines with a prompt or messages each.")] = None,
+    skip: Annotated[
+        int, typer.Option(min=0, help="Prompts of the file to leave out, as after an interruption.", metavar="N")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt.")] = False,
     stop: Annotated[Optional[list[str]], typer.Option(help="End at this text; may be repeated.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
@@ -48,7 +53,11 @@ def generate(
 
     Example: adaptive generate "Write a haiku about rain" --temperature 0.7
 
+    ctrl-C says how many prompts of a file are answered; --skip leaves these out the next time.
+
     Example: adaptive generate --prompts prompts.jsonl --json --draft-length 4
+
+    Example: adaptive generate --prompts prompts.jsonl --json --skip 2
 
     Example: adaptive generate "Name a fruit and its colour" --json-schema fruit.json
     """
@@ -58,8 +67,12 @@ def generate(
 
     if (prompt is None) == (prompts is None):
         raise AdaptiveError("give one prompt, or a file of them with --prompts")
+    if skip and prompts is None:
+        raise AdaptiveError("--skip leaves out prompts of a file; give one with --prompts")
     if prompts is not None:
         asked = read_prompts(prompts)
+        if skip >= len(asked):
+            raise AdaptiveError(f"--skip {skip} leaves nothing of the {counted(len(asked), 'prompt')} in {prompts}")
         if raw and (chat := next((one for one in asked if not one.bare), None)):
             raise AdaptiveError(f'{chat.where} has messages, and --raw continues a "prompt" text; leave --raw out')
     else:
@@ -79,24 +92,37 @@ def generate(
         sampling = sampling_params(settings, session.pair)
         limits = StopParams(settings.answer_tokens, tuple(stop or ()))
         given: dict[str, Any] = {"domain": domain, "grammar": keeps_to}
-        for one in asked:
-            if raw:
-                steps = session.assistant.complete(one.messages[-1].content, sampling, limits, **given)
-            else:
-                steps = session.assistant.chat(one.messages, sampling, limits, **given)
-            with contextlib.closing(steps):  # type: ignore[type-var]  # an answer that is stopped is logged, too
-                if as_json:
-                    for _ in steps:
-                        pass
+        done = skip
+        try:
+            for one in asked[skip:]:
+                if raw:
+                    steps = session.assistant.complete(one.messages[-1].content, sampling, limits, **given)
                 else:
-                    show(steps)
-            keep(session.assistant)
-            if as_json:
-                print(json.dumps(as_object(one, session.assistant), ensure_ascii=False), flush=True)
-            else:
-                console.print(f"[dim]{figures(session.assistant)}[/]", highlight=False)
-                if cut := how_cut(session.assistant):
-                    console.print(cut, style="yellow", highlight=False)
+                    steps = session.assistant.chat(one.messages, sampling, limits, **given)
+                _answer(one, session.assistant, steps, as_json, console)
+                done += 1
+        except KeyboardInterrupt:
+            if prompts is not None:
+                said = f"interrupted: {done} of {counted(len(asked), 'prompt')} are answered"
+                console.print(f"{said}; --skip {done} answers the others", style="yellow", highlight=False)
+            raise
+
+
+def _answer(prompt: PromptLine, assistant: Assistant, steps: Iterator[Step], as_json: bool, console: Console) -> None:
+    """Write one answer as it is decoded, or its JSON object; it is in the log before it is shown as done."""
+    with contextlib.closing(steps):  # type: ignore[type-var]  # an answer that is stopped is logged, too
+        if as_json:
+            for _ in steps:
+                pass
+        else:
+            show(steps)
+    keep(assistant)
+    if as_json:
+        print(json.dumps(as_object(prompt, assistant), ensure_ascii=False), flush=True)
+    else:
+        console.print(f"[dim]{figures(assistant)}[/]", highlight=False)
+        if cut := how_cut(assistant):
+            console.print(cut, style="yellow", highlight=False)
 
 
 def _grammar(json_schema: Path | None, grammar: Path | None, regex: str | None) -> Grammar | None:
