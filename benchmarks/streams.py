@@ -11,27 +11,20 @@ from __future__ import annotations
 
 import hashlib
 import random
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
-
-from adaptive.decoding.supervision import SupervisionBuffer
+from adaptive.assistant import Assistant
+from adaptive.control.policy import FixedLength
 from adaptive.errors import AdaptiveError
-from adaptive.pair import base_of, load_tokenizer, sources
+from adaptive.pair import PLAIN, base_of, load_pair, sources
 from adaptive.records.log import Log
 from adaptive.records.writer import LogWriter
-from adaptive.sampling import transform_logits
 from adaptive.settings import Settings
-from adaptive.types import Generation, Message, SamplingParams, Timings
+from adaptive.types import Generation, Message, SamplingParams, StopParams
 from cli.prompts import read_prompts
 
-# Prompts answered together. Fewer leave a core waiting for memory; more wait longer for the longest answer.
-BATCH = 32
 # Generations of one kind in a row in a ``turns`` stream.
 TURN = 25
 
@@ -105,11 +98,8 @@ def answers_of(kind: str, settings: Settings, prompts: Path, cache: Path, temper
         found[int(logged.generation.session)].append(logged.generation)
     missing = [(n, i) for n in range(each) for i in range(len(chats)) if len(found[i]) <= n]
     if missing:
-        with LogWriter(log) as writer:
-            for made in _answer(kind, settings, chats, missing, temperature):
-                writer.write(made)
-                writer.flush()
-                found[int(made.session)].append(made)
+        _answer(kind, settings, chats, missing, temperature, log)
+        return answers_of(kind, settings, prompts, cache, temperature, each)
     return Answers(kind, [made[:each] for made in found])
 
 
@@ -119,79 +109,18 @@ def _answer(
     chats: Sequence[tuple[Message, ...]],
     missing: list[tuple[int, int]],
     temperature: float,
-) -> Iterator[Generation]:
-    """Answer the missing (repetition, prompt) pairs in batches of similar length, with a progress bar."""
+    log: Path,
+) -> None:
+    """Log the target's answers of the missing (repetition, prompt) pairs, in float32, with a progress bar. An answer's
+    ``session`` is the number of its prompt."""
     from rich.progress import track
-    from transformers import AutoModelForCausalLM
 
-    tokenizer: Any = load_tokenizer(settings)
-    target: Any = AutoModelForCausalLM.from_pretrained(sources(settings)[0].folder, dtype=torch.float32).eval()
-    ids = []
-    for messages in chats:
-        chat = [{"role": m.role, "content": m.content} for m in messages]
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        ids.append(tokenizer.encode(text, add_special_tokens=False))
-    missing.sort(key=lambda pair: (pair[0], len(ids[pair[1]])))
-    batches = [missing[at : at + BATCH] for at in range(0, len(missing), BATCH)]
-    for batch in track(batches, f"answering {kind}", transient=True):
-        torch.manual_seed(batch[0][0] * 100_003 + batch[0][1])
-        sampling = SamplingParams(temperature=temperature)
-        outputs = _generate(target, tokenizer, [ids[i] for _, i in batch], sampling, settings.answer_tokens)
-        for (_, i), output in zip(batch, outputs, strict=True):
-            yield _generation(target, tokenizer, kind, i, chats[i], ids[i], output, sampling, settings.answer_tokens)
-
-
-def _generate(
-    target: Any, tokenizer: Any, prompts: list[list[int]], sampling: SamplingParams, longest: int
-) -> list[list[int]]:
-    width = max(map(len, prompts))
-    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
-    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    how = {} if sampling.greedy else {"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
-    how["repetition_penalty"] = sampling.repetition_penalty  # not the checkpoint's, which the record would not show
-    with torch.inference_mode():
-        made = target.generate(
-            ids, attention_mask=mask, max_new_tokens=longest, do_sample=not sampling.greedy, pad_token_id=pad, **how
-        )
-    rows = made[:, width:].tolist()
-    return [row[: row.index(end) + 1] if end in row else row for row in rows]
-
-
-def _generation(
-    target: Any,
-    tokenizer: Any,
-    kind: str,
-    number: int,
-    messages: tuple[Message, ...],
-    prompt: list[int],
-    output: list[int],
-    sampling: SamplingParams,
-    longest: int,
-) -> Generation:
-    """The record; one teacher-forced pass of the target gives its supervision. ``session`` is the prompt's number."""
-    with torch.inference_mode():
-        logits = target(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :].float()
-    chosen = torch.zeros(len(output))
-    if not sampling.greedy:
-        log_p = transform_logits(logits, sampling).log_softmax(-1)
-        chosen = log_p.gather(-1, torch.tensor(output)[:, None])[:, 0]
-    tape = SupervisionBuffer()
-    tape.append(logits, chosen)
-    return Generation(
-        session=str(number),
-        created=time.time(),
-        messages=messages,
-        prompt_text="",
-        text=tokenizer.decode(output, skip_special_tokens=True),
-        prompt=np.array(prompt, np.int32),
-        output=np.array(output, np.int32),
-        sampling=sampling,
-        adapter=None,
-        engine="transformers",
-        domain=kind,
-        finish_reason="length" if len(output) == longest else "stop",
-        rounds=(),
-        timings=Timings(len(prompt), 0, 0.0, len(output), 0.0),
-        supervision=tape.take(len(output)),
-    )
+    alone = settings.model_copy(update={"draft": PLAIN, "dtype": "float32", "target": sources(settings)[0].id})
+    sampling, stop = SamplingParams(temperature=temperature), StopParams(settings.answer_tokens)
+    with LogWriter(log) as writer:
+        assistant = Assistant(load_pair(alone), FixedLength(0), writer)
+        for number, prompt in track(missing, f"answering {kind}", transient=True):
+            assistant.chance = random.Random(f"{kind} {number} {prompt}")
+            for _ in assistant.chat(chats[prompt], sampling, stop, session=str(prompt), domain=kind):
+                pass
+            writer.flush()
