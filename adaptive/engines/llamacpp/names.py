@@ -134,15 +134,20 @@ class GgufNames:
             return _values_reordered(part, rows, self._delta) if "linear_attn" in module else rows
         if self._heads is None or part not in ("q_proj", "k_proj"):
             return rows
-        heads = self._heads[0 if part == "q_proj" else 1]
-        halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
-        return halves.swapaxes(1, 2).reshape(rows.shape)
+        return paired(rows, self._heads[0 if part == "q_proj" else 1])
 
     def reorder_columns(self, module: str, columns: torch.Tensor) -> torch.Tensor:
         """The columns (..., in) of a module's weight or LoRA A in GGUF's order."""
         if self._delta is None or not module.endswith("linear_attn.out_proj"):
             return columns
         return _tiled(columns.movedim(-1, 0), self._delta).movedim(0, -1)
+
+
+def paired(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """The rows (out, ...) of a query or key projection of ``heads`` heads, in an order in which the rotary embedding
+    pairs neighbouring numbers. A checkpoint pairs the two halves of a head."""
+    halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+    return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _values_reordered(part: str, rows: torch.Tensor, delta: Delta) -> torch.Tensor:

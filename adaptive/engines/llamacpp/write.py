@@ -6,17 +6,15 @@ Weights have the requested encoding, except that one-dimensional ones (norms, bi
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from tokenizers import Regex, pre_tokenizers
 
-from adaptive.engines.llamacpp.model import LlamaModel
 from adaptive.engines.llamacpp.names import HYBRID, Base, Delta, GgufNames, package
-from adaptive.engines.llamacpp.tokenizer import GgufTokenizer
+from adaptive.engines.llamacpp.write_tokenizer import add_tokenizer, finish, pre_tokenizer
 from adaptive.errors import AdaptiveError
 from checkpoints import files
 
@@ -32,36 +30,6 @@ ALIGNMENT = 64
 
 # Two-dimensional weights that llama.cpp reads only in float32.
 WHOLE = ".ssm_conv1d.weight"
-
-# The patterns by which llama.cpp's pre-tokenizers of the usual models split text into words, applied in order.
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN35 = (
-    LLAMA3.replace("{1,3}", "")
-    .replace(r"?\p{L}+", r"?[\p{L}\p{M}]+")
-    .replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
-)
-SPLITS = {
-    "gpt-2": (GPT2,),
-    "llama-bpe": (LLAMA3,),
-    "qwen2": (LLAMA3.replace("{1,3}", ""),),
-    "qwen35": (QWEN35,),
-    "smollm": (r"\p{N}", GPT2),
-}
-# Pre-tokenizers that are tested by running llama.cpp with each.
-OTHERS = (
-    *("deepseek-llm", "deepseek-coder", "falcon", "tekken", "gpt-4o", "stablelm2", "command-r", "olmo", "dbrx"),
-    *("chatglm-bpe", "bloom", "viking", "default"),
-)
-# Text that pre-tokenizers split differently: digits, contractions, case, spaces and line ends, punctuation, other
-# scripts, emoji.
-SAMPLE = (
-    "Hello, World!  3.14 + 2710 = 2713.14; 1234567 items, can't, WE'LL, it's 'RE\n\n\n  indented\t\ttabs \n"
-    "def f(x_1):\r\n\treturn [x**2 for x in range(10)]  # ok???!!! naïve Straße 你好，世界 мир नमस्ते 🙂🦙🦙 … — “q” $5"
-)
 
 
 def write_model(
@@ -81,27 +49,30 @@ def write_model(
     config = model.config.get_text_config()
     base = Base.of_config(config)
     names = GgufNames(base)
-    gguf = package()
-    splitter = _pre_tokenizer(model, tokenizer, base)
+    splitter = pre_tokenizer(tokenizer, config.vocab_size)
+    with written(file, base.architecture, encoding) as writer:
+        _describe(writer, model, name, base)
+        add_tokenizer(writer, tokenizer, config.vocab_size, splitter)
+        add_tensors(writer, [*rope_factors(config), *_tensors(model, names)], encoding, on_progress)
+    if on_progress is not None:
+        on_progress(1.0)
+
+
+@contextmanager
+def written(file: Path, architecture: str, encoding: Encoding) -> Iterator[Any]:
+    """A writer for a model of ``architecture``. The file exists, complete, once the block has ended without an error.
+    Raises AdaptiveError if it cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = files.unfinished(file.parent)
         try:
-            writer = gguf.GGUFWriter(partial, base.architecture)
+            writer = package().GGUFWriter(partial, architecture)
             writer.add_custom_alignment(ALIGNMENT)
-            _describe(writer, model, name, base)
             writer.add_file_type(_kinds()[encoding][1])
-            _add_tokenizer(writer, tokenizer, config.vocab_size, splitter)
-            tensors = [*_rope_factors(config), *_tensors(model, names)]
-            for number, (title, tensor) in enumerate(tensors):
-                _add_tensor(writer, title, tensor, encoding)
-                if on_progress is not None:
-                    on_progress((number + 1) / len(tensors) / 2)
-            _finish(writer)
+            yield writer
+            finish(writer)
             files.flush(partial)
             partial.replace(file)
-            if on_progress is not None:
-                on_progress(1.0)
         finally:
             files.finished(partial)
     except OSError as error:
@@ -181,7 +152,7 @@ def _describe_delta(writer: Any, config: Any, delta: Delta, rotated: int) -> Non
     writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
 
 
-def _rope_factors(config: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def rope_factors(config: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The divisors of the frequencies in Llama 3's rotary embedding, which GGUF stores as a tensor; nothing for other
     rotary embeddings."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -206,104 +177,29 @@ def _tensors(model: PreTrainedModel, names: GgufNames) -> Iterator[tuple[str, to
         yield found
 
 
+def add_tensors(
+    writer: Any,
+    tensors: list[tuple[str, torch.Tensor]],
+    encoding: Encoding,
+    on_progress: Callable[[float], None] | None = None,
+) -> None:
+    """Add tensors with GGUF's names. Integers stay as they are; for ``on_progress`` see ``write_model``."""
+    for number, (title, tensor) in enumerate(tensors):
+        _add_tensor(writer, title, tensor, encoding)
+        if on_progress is not None:
+            on_progress((number + 1) / len(tensors) / 2)
+
+
 def _add_tensor(writer: Any, title: str, tensor: torch.Tensor, encoding: str) -> None:
     from gguf.quants import quantize
 
     kinds = _kinds()
+    if not tensor.is_floating_point():
+        writer.add_tensor(title, tensor.numpy())
+        return
     whole = tensor.ndim == 1 or title.endswith(WHOLE)
     kind = kinds["f32" if whole else encoding][0]
     # Rows that are not a multiple of a quantisation block (32) stay in 16 bits, as in llama.cpp.
     if encoding == "q8_0" and tensor.shape[-1] % 32 and not whole:
         kind = kinds["f16"][0]
     writer.add_tensor(title, quantize(tensor.float().contiguous().numpy(), kind), raw_dtype=kind)
-
-
-def _finish(writer: Any) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, rows: int, splitter: str) -> None:
-    """Add vocabulary, merges, special tokens and chat template to the metadata; ``splitter`` is llama.cpp's
-    pre-tokenizer, ``rows`` the number of tokens, padded with unused ones."""
-    gguf = package()
-    merges = _bpe(tokenizer)["merges"]
-    by_id = {i: token for token, i in tokenizer.get_vocab().items()}
-    added = tokenizer.added_tokens_decoder
-    tokens, kinds = [], []
-    for i in range(rows):
-        tokens.append(by_id.get(i, f"[PAD{i}]"))
-        if i not in by_id:
-            kinds.append(gguf.TokenType.UNUSED)
-        elif i in added:
-            kinds.append(gguf.TokenType.CONTROL if added[i].special else gguf.TokenType.USER_DEFINED)
-        else:
-            kinds.append(gguf.TokenType.NORMAL)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(splitter)
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
-    whole, plain = (tokenizer.encode("a", add_special_tokens=special) for special in (True, False))
-    writer.add_add_bos_token(len(whole) > len(plain) and whole[0] == tokenizer.bos_token_id)
-    for name in ("bos", "eos", "pad", "unk"):
-        number = getattr(tokenizer, f"{name}_token_id")
-        if number is not None:
-            getattr(writer, f"add_{name}_token_id")(number)
-    if tokenizer.chat_template:
-        writer.add_chat_template(tokenizer.chat_template)
-
-
-def _bpe(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The tokenizer's byte-level BPE model. Raises AdaptiveError for another kind of tokenizer."""
-    import json
-
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    whole = json.loads(backend.to_str()) if backend is not None else {}
-    model: dict[str, Any] = whole.get("model", {})
-    if model.get("type") != "BPE" or "ByteLevel" not in json.dumps(whole.get("decoder")):
-        raise AdaptiveError(
-            "only byte-level BPE tokenizers can be written as GGUF here; llama.cpp's convert_hf_to_gguf.py knows others"
-        )
-    return model
-
-
-def _pre_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base: Base) -> str:
-    """The first of llama.cpp's pre-tokenizers that splits text like ``tokenizer``. The usual ones are compared by their
-    patterns; the others by the tokens that llama.cpp makes, for which the binding must be installed. Raises
-    AdaptiveError if none matches."""
-    _bpe(tokenizer)
-    expected = _split(tokenizer.backend_tokenizer.pre_tokenizer)  # type: ignore[attr-defined]
-    for name, patterns in SPLITS.items():
-        stages = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-        bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        if _split(pre_tokenizers.Sequence([*stages, bytewise])) == expected:
-            return name
-    return _tried(model, tokenizer, base)
-
-
-def _split(pre_tokenizer: Any) -> list[str]:
-    return [word for word, _ in pre_tokenizer.pre_tokenize_str(SAMPLE)]
-
-
-def _tried(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, base: Base) -> str:
-    """The one of OTHERS with which llama.cpp makes the same tokens as ``tokenizer``. Raises AdaptiveError if there is
-    none."""
-    gguf = package()
-    expected = tokenizer.encode(SAMPLE, add_special_tokens=False)
-    config = model.config.get_text_config()
-    with tempfile.TemporaryDirectory() as scratch:
-        for splitter in OTHERS:
-            file = Path(scratch) / f"{splitter}.gguf"
-            writer = gguf.GGUFWriter(file, base.architecture)
-            _describe(writer, model, "vocabulary", base)
-            _add_tokenizer(writer, tokenizer, config.vocab_size, splitter)
-            _finish(writer)
-            theirs = GgufTokenizer(LlamaModel(file, vocabulary_only=True))
-            if theirs.encode(SAMPLE, add_special_tokens=False) == expected:
-                return splitter
-    raise AdaptiveError(
-        "llama.cpp has no pre-tokenizer that splits text as this tokenizer does, so that it cannot be written as GGUF"
-    )
