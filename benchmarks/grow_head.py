@@ -32,7 +32,7 @@ from adaptive.pair import BUNDLED, load_draft_for_training, sources
 from adaptive.records.features import Features, FeatureSpool, tokens_hash
 from adaptive.settings import Settings
 from trainers import lora
-from trainers.dataset import Example, Spooled
+from trainers.dataset import Example
 from trainers.fit import fit
 from trainers.recipe import Recipe
 from trainers.replay import Replay, acceptance_rate, mean_acceptance_length
@@ -66,7 +66,7 @@ def with_features(examples: Sequence[Example], folder: Path, target: str, exact:
             )
             if not exact:
                 spool.write(number, tokens, features)
-        found.append(replace(example, features=Spooled(spool, number, tokens, features)))
+        found.append(replace(example, features=features))
     return found
 
 

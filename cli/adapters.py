@@ -159,7 +159,7 @@ def export(
         typer.Option(metavar="PATH", help="Write the draft with the adapter merged in, as a checkpoint."),
     ] = None,
     format_: Annotated[
-        str, typer.Option("--format", help="peft; gguf for llama.cpp; speculators for vLLM, of an EAGLE-3 draft.")
+        str, typer.Option("--format", help="peft; gguf for llama.cpp; speculators for vLLM, of an EAGLE-3 head.")
     ] = "peft",
     encoding: Annotated[str, typer.Option(help="Weights of a merged GGUF file: f32, f16, bf16 or q8_0.")] = "bf16",
     force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
@@ -173,15 +173,23 @@ def export(
     Example: adaptive adapters export current my-adapter.gguf --format gguf
 
     Example: adaptive adapters export draft my-head --format speculators --target ./my-target --draft ./eagle3-head
+
+    Example: adaptive adapters export draft my-head.gguf --format gguf --target ./my-target --draft ./eagle3-head
     """
     if (folder is None) == (merged is None):
         raise AdaptiveError("name one folder or file to export to: `export ID PATH`, or `export ID --merged PATH`")
     if format_ not in ("peft", "gguf", "speculators"):
         raise AdaptiveError(f"--format is {format_!r}; it must be peft, gguf or speculators")
-    if format_ == "speculators":
-        from cli.export import export_speculators
+    if format_ != "peft" and (format_ == "speculators" or _drafts_by_eagle(settings)):
+        from cli.export import export_eagle_gguf, export_speculators
 
-        export_speculators(settings, None if name == "draft" else _lora(settings, name), folder, force)
+        lora = None if name == "draft" else _lora(settings, name)
+        destination = folder or merged  # both formats hold the head with the adapter merged
+        assert destination is not None
+        if format_ == "gguf":
+            export_eagle_gguf(settings, lora, destination, encoding, force)
+        else:
+            export_speculators(settings, lora, destination, force)
         return
     store = open_store(settings)
     manifest = store.verify(_resolve(store, name))
@@ -203,14 +211,25 @@ def export(
         typer.echo(f"the draft with adapter {manifest.id} is in {merged}; use it with --draft {merged}")
 
 
+def _drafts_by_eagle(settings: Settings) -> bool:
+    """Whether --draft names an EAGLE-3 head."""
+    from adaptive.engines.head.kinds import HeadKind
+    from adaptive.pair import sources
+
+    if settings.draft is None:
+        return False
+    draft = sources(settings)[1]
+    return draft is not None and draft.head is HeadKind.EAGLE3
+
+
 def _lora(settings: Settings, name: str) -> Path:
     """The folder of an undamaged LoRA adapter for the draft that the settings name. Raises AdaptiveError."""
     store = open_store(settings)
     manifest = store.verify(_resolve(store, name))
     if manifest.kind == "head":
         raise AdaptiveError(
-            f"adapter {manifest.id} is a head grown here, which has no place in speculators' format, since its layer "
-            f"reads one fused input; export it as a folder (`adapters export {name} FOLDER`), which --draft takes"
+            f"adapter {manifest.id} is a head grown here, which only this program runs: its layer reads one fused "
+            "input; `adaptive head FOLDER` grows one for other servers on the same log"
         )
     base_of(settings, manifest)
     return store.path(manifest.id)
@@ -289,8 +308,8 @@ def model_of(settings: Settings, manifest: Manifest) -> Source:
     source = base_of(settings, manifest)
     if source.head is not None:
         raise AdaptiveError(
-            f"adapter {manifest.id} is for {source.head.words}, which is no model by itself; --format speculators "
-            "writes an EAGLE-3 head with its adapter"
+            f"adapter {manifest.id} is for {source.head.words}, which is no model by itself; --format speculators and "
+            "--format gguf write an EAGLE-3 head with its adapter"
         )
     return source
 

@@ -82,6 +82,14 @@ def check_free(file: Path, force: bool) -> None:
         raise AdaptiveError(f"{file} is there already; choose another name, or --force to write over it")
 
 
+def check_encoding(encoding: str) -> None:
+    """Raise AdaptiveError for an unknown encoding."""
+    from adaptive.engines.llamacpp.write import ENCODINGS
+
+    if encoding not in ENCODINGS:
+        raise AdaptiveError(f"--encoding is {encoding!r}; it must be one of {', '.join(ENCODINGS)}")
+
+
 def write_checkpoint(
     source: Source,
     adapter: Path | None,
@@ -99,11 +107,10 @@ def write_checkpoint(
     from transformers.utils import logging
 
     from adaptive.engines.hf.lora import MergedAdapter
-    from adaptive.engines.llamacpp.write import ENCODINGS, write_model
+    from adaptive.engines.llamacpp.write import write_model
     from adaptive.engines.load import load_model, read_config
 
-    if encoding not in ENCODINGS:
-        raise AdaptiveError(f"--encoding is {encoding!r}; it must be one of {', '.join(ENCODINGS)}")
+    check_encoding(encoding)
     trust = settings.trust_remote_code
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust)
@@ -118,28 +125,57 @@ def _mover(progress: object, task: object) -> Callable[[float], None]:
     return lambda share: progress.update(task, completed=share)  # type: ignore[attr-defined, no-any-return]
 
 
-def export_speculators(settings: Settings, adapter: Path | None, folder: Path | None, force: bool) -> None:
+def eagle_of(settings: Settings, what: str) -> tuple[Source, Source]:
+    """The target and the EAGLE-3 head of --draft. Raises AdaptiveError for any other draft, for which ``what`` has no
+    layout."""
+    from adaptive.engines.head.kinds import HeadKind
+    from adaptive.pair import sources
+
+    target, draft = sources(settings)
+    if draft is None or draft.head is not HeadKind.EAGLE3:
+        named = "none" if draft is None else draft.id if draft.head is None else draft.head.words
+        raise AdaptiveError(
+            f"{what} writes an EAGLE-3 head, and the draft is {named}; name one with --draft (`adaptive head FOLDER` "
+            "grows one on the log)"
+        )
+    return target, draft
+
+
+def export_speculators(settings: Settings, adapter: Path | None, folder: Path, force: bool) -> None:
     """Write the EAGLE-3 head of --draft, with ``adapter`` merged into it if given, in the format of the speculators
     library, and print the command for vLLM.
 
-    Raises AdaptiveError for any other draft, for which that format has no layout.
+    Raises AdaptiveError as ``eagle_of``.
     """
-    from adaptive.engines.head.kinds import HeadKind
     from adaptive.engines.head.speculators import write_speculators
-    from adaptive.pair import sources
     from checkpoints.folder import check_destination
 
-    if folder is None:
-        raise AdaptiveError("--format speculators writes a head's folder: `adapters export ID FOLDER`")
-    target, draft = sources(settings)
-    if draft is None or draft.head is not HeadKind.EAGLE3:
-        what = "none" if draft is None else draft.id if draft.head is None else draft.head.words
-        raise AdaptiveError(
-            f"--format speculators writes an EAGLE-3 head, and the draft is {what}; name one with --draft (a head that "
-            "is grown here has no place in that format, since its layer reads one fused input)"
-        )
+    target, draft = eagle_of(settings, "--format speculators")
     check_destination(folder, force)
     write_speculators(draft.folder, target.folder, target.id, folder, adapter)
     said = json.dumps({"model": str(folder), "method": "eagle3", "num_speculative_tokens": 3})
     typer.echo(f"the head {draft.id}{' with the adapter' if adapter else ''} is in {folder}; with vLLM:")
     typer.echo(f"vllm serve {target.id} --speculative-config '{said}'")
+
+
+def export_eagle_gguf(settings: Settings, adapter: Path | None, file: Path, encoding: str, force: bool) -> None:
+    """Write the EAGLE-3 head of --draft, with ``adapter`` merged into it if given, as a GGUF file, and print the
+    command for llama-server.
+
+    Raises AdaptiveError as ``eagle_of``, and for a head that llama.cpp does not compute.
+    """
+    from transformers import AutoTokenizer
+
+    from adaptive.engines.llamacpp.eagle import write_eagle
+    from adaptive.engines.load import read_config
+
+    target, draft = eagle_of(settings, "--format gguf of a head")
+    check_encoding(encoding)
+    check_free(file, force)
+    tokenizer = AutoTokenizer.from_pretrained(target.folder, trust_remote_code=settings.trust_remote_code)
+    config = read_config(target, settings).get_text_config()
+    write_eagle(draft.folder, config, tokenizer, file, encoding, Path(draft.id).name, adapter)  # type: ignore[arg-type]
+    typer.echo(f"the head {draft.id}{' with the adapter' if adapter else ''} is in {file}; with llama.cpp's server:")
+    typer.echo(
+        f"llama-server --model TARGET.gguf --spec-type draft-eagle3 --spec-draft-model {file} --spec-draft-n-max 4"
+    )

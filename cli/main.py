@@ -28,6 +28,7 @@ from cli import (
     draft_server,
     export,
     generate,
+    head,
     history,
     learn,
     packed,
@@ -79,6 +80,7 @@ app.command()(serve.serve)
 app.command("draft-server")(draft_server.draft_server)
 app.command()(learn.learn)
 app.command()(distill.distill)
+app.command()(head.head)
 app.command()(calibrate.calibrate)
 app.command()(bench.bench)
 app.command()(history.history)

@@ -187,7 +187,7 @@ def test_replay_is_the_acceptance_of_the_heads_own_drafts(tmp_path: Path, spoken
     for example, found in zip(said, replay_head(head, said, 3), strict=True):
         assert found.acceptance.shape == (3, len(example.output) - 1)
         assert example.features is not None
-        kept = example.features.read()
+        kept = example.states()
         assert kept is not None
         states = torch.from_numpy(kept.states())
         text = torch.from_numpy(np.concatenate([example.prompt, example.output])).long()
@@ -274,7 +274,7 @@ def test_features_that_begin_within_an_answer_are_not_learned_from(tmp_path: Pat
     _, head = keep(tmp_path, spoken[:2]), new_head(tmp_path)
     whole, late = examples(read_log(tmp_path / "records.db", 10), 64, FeatureSpool(tmp_path / "features", 10**9))
     assert late.features is not None
-    states = late.features.read()
+    states = late.states()
     assert states is not None
     begins = len(late.prompt) + 1
     for part in (slice(begins, None), slice(0, -4)):  # of a text whose end was rolled back

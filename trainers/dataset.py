@@ -65,16 +65,15 @@ LOOP_SHARE = 0.75
 
 @dataclass(frozen=True)
 class Spooled:
-    """The target's hidden states of a record: their place in the spool, and their values once ``held`` in memory."""
+    """The place of a record's hidden states in the spool."""
 
     spool: FeatureSpool
     number: int
     tokens: str
-    held: HiddenStates | None = None
 
     def read(self) -> HiddenStates | None:
         """The features; None where the spool no longer has them."""
-        return self.held or self.spool.read(self.number, self.tokens)
+        return self.spool.read(self.number, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,9 @@ class Example:
 
     ``id`` is the log's id; a row from a file has its negated line number. ``prompt`` and ``output`` are
     token ids (int32). ``limited`` is True where a length limit ended the output, which the drafter knew in advance.
-    ``supervision`` covers every output position, or is None. ``features`` are the target's hidden states, if the
-    examples were read with a spool. ``fold`` is that of its prompt (see the function); nan if it is unknown.
+    ``supervision`` covers every output position, or is None. ``features`` are the target's hidden states, or
+    their place in the spool, if the example has any. ``fold`` is that of its prompt (see the function); nan if it is
+    unknown.
     """
 
     id: int
@@ -94,8 +94,12 @@ class Example:
     sampling: SamplingParams
     limited: bool
     supervision: Supervision | None
-    features: Spooled | None = None
+    features: Spooled | HiddenStates | None = None
     fold: float = math.nan
+
+    def states(self) -> HiddenStates | None:
+        """The target's hidden states; None if there are none, or none any more."""
+        return self.features.read() if isinstance(self.features, Spooled) else self.features
 
     def covered(self, states: HiddenStates) -> bool:
         """Whether every output token can be drafted from ``states``: a token reads the one of the token two before it.
@@ -309,9 +313,9 @@ def held(given: Sequence[Example]) -> list[Example]:
         if example.features is None:
             found.append(example)
             continue
-        features = example.features.read()
+        features = example.states()
         if features is not None and example.covered(features):
-            found.append(replace(example, features=replace(example.features, held=features)))
+            found.append(replace(example, features=features))
     return found
 
 

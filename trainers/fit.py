@@ -39,19 +39,22 @@ DEFAULT_STEPS = 240
 WARM_UP = 0.05
 CLIP = 1.0
 
+# What is counted in a run, once training has begun.
+STEPS = "steps"
+
 
 @dataclass(frozen=True)
 class Progress:
     """The state of a training run. ``loss`` is a running mean in nats per token; ``held_out_acceptance`` is from
-    the last evaluation (nan before the first); ``seconds_left`` is an upper bound at the present pace. ``writing``: no
-    steps yet, but texts of the draft itself (``trainers.rehearsal``)."""
+    the last evaluation (nan before the first); ``seconds_left`` is an upper bound at the present pace.
+    ``counted``: what is counted; before the steps, texts are written or read."""
 
     step: int
     steps: int
     loss: float
     held_out_acceptance: float
     seconds_left: float
-    writing: bool = False
+    counted: str = STEPS
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def head_batch(examples: Sequence[Example], head: HeadModule, steps: int) -> Hea
     features = torch.zeros(*plain.ids.shape, head.reads)
     begins = []
     for index, example in enumerate(examples):
-        found = example.features.read() if example.features is not None else None
+        found = example.states()
         if found is None:
             raise LookupError(f"record {example.id} has no features")
         if not example.covered(found):

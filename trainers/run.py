@@ -196,7 +196,7 @@ def _own(
 
     def tell(written: int, texts: int) -> None:
         if on_progress is not None:
-            on_progress(Progress(written, texts, math.nan, math.nan, math.inf, writing=True))
+            on_progress(Progress(written, texts, math.nan, math.nan, math.inf, "texts to keep"))
 
     return rehearsal.texts(students.draft, should_stop or (lambda: False), tell)
 

@@ -41,7 +41,7 @@ def start_from(head: Head, examples: Sequence[Example], should_stop: Callable[[]
     for example in reversed(examples):
         if should_stop is not None and should_stop():
             raise Stopped
-        found = None if example.features is None else example.features.read()
+        found = example.states()
         if found is None or found.values.shape[1] != width:
             continue
         text = torch.cat([torch.from_numpy(example.prompt), torch.from_numpy(example.output)]).long()
@@ -50,9 +50,9 @@ def start_from(head: Head, examples: Sequence[Example], should_stop: Callable[[]
         text = text[: len(states)]
         if len(states) < 2:
             continue
-        reads = torch.cat([head.token_norm(head.body.get_input_embeddings()(text[1:])), _unit(states[:-1])], dim=-1)
+        reads = torch.cat([head.token_norm(head.body.get_input_embeddings()(text[1:])), unit(states[:-1])], dim=-1)
         squares += reads.T @ reads
-        products += reads.T @ _unit(states[1:])
+        products += reads.T @ unit(states[1:])
         logarithms += float(states.square().mean(-1).clamp(min=1e-12).log().sum()) / 2
         tokens += len(states)
         if tokens >= MOST_TOKENS:
@@ -67,6 +67,6 @@ def start_from(head: Head, examples: Sequence[Example], should_stop: Callable[[]
     head.fresh = False
 
 
-def _unit(states: torch.Tensor) -> torch.Tensor:
+def unit(states: torch.Tensor) -> torch.Tensor:
     """``states`` scaled to a mean square of one."""
     return torch.nn.functional.rms_norm(states, states.shape[-1:], eps=1e-6)

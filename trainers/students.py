@@ -7,6 +7,7 @@ to train, each from the weights of an adapter folder or from none.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from adaptive.engines.head.eagle import Eagle3Head
     from adaptive.engines.head.kinds import HeadModule
 
 ShouldStop = Callable[[], bool]
@@ -136,24 +138,61 @@ class AdaptedHead(Draft):
         return replay_head(self.head, examples, self.steps, should_stop)
 
 
-class HeadStudent:
-    """A head that is trained here from scratch; all of its own weights are trained."""
+class WholeHead(ABC):
+    """A head all of whose own weights are trained; embedding and projection are the target's."""
 
     # Peak learning rate of AdamW at width AT (docs/notes/2026-11-heads.md); it falls with the width as LoRA's does.
-    RATE, AT = 3e-3, 256
+    RATE, AT, FALLS = 3e-3, 256, 0.78
 
-    def __init__(self, head: Head, recipe: Recipe) -> None:
-        self.head = head
+    def __init__(self, head: Head | Eagle3Head, recipe: Recipe) -> None:
+        self._head = head
         self.steps, self.unroll = recipe.draft_length, recipe.unroll
 
     @property
     def module(self) -> torch.nn.Module:
         """See the protocol."""
-        return self.head
+        return self._head
 
     def learning_rate(self) -> float:
         """See the protocol."""
-        return float(self.RATE * (self.AT / self.head.width) ** 0.78)
+        return float(self.RATE * (self.AT / self._head.width) ** self.FALLS)
+
+    def passes(self, batch: Sequence[Example]) -> Iterator[list[Example]]:
+        """See the protocol."""
+        return head_passes(self._head, batch, self.unroll)
+
+    def losses(self, group: Sequence[Example], recipe: Recipe) -> torch.Tensor:
+        """See the protocol, and ``held_losses``."""
+        return held_losses(self._head, self._head, group, recipe)
+
+    def replay(self, examples: Sequence[Example], should_stop: ShouldStop | None = None) -> list[Replay]:
+        """See the protocol."""
+        self._head.eval()
+        return replay_head(self._head, examples, self.steps, should_stop)
+
+    def snapshot(self) -> AdapterState:
+        """See the protocol: the head's own tensors, by their names in its file."""
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._head.own().items()}
+
+    def restore(self, state: AdapterState) -> None:
+        """See the protocol."""
+        self._head.put(state)
+
+    @abstractmethod
+    def begin(self, train: Sequence[Example], should_stop: ShouldStop, resumed: bool = False) -> None:
+        """See the protocol."""
+
+    @abstractmethod
+    def write(self, state: AdapterState, folder: Path) -> None:
+        """See the protocol."""
+
+
+class HeadStudent(WholeHead):
+    """A head that is grown here from nothing."""
+
+    def __init__(self, head: Head, recipe: Recipe) -> None:
+        super().__init__(head, recipe)
+        self.head = head
 
     def begin(self, train: Sequence[Example], should_stop: ShouldStop, resumed: bool = False) -> None:
         """See the protocol. Each run chooses the draft vocabulary anew; a resumed run chooses the same one."""
@@ -161,27 +200,6 @@ class HeadStudent:
         head.draft_among(choose_vocabulary(train, head.vocab_size, Reads.of(head), self.steps))
         if head.fresh and not resumed:
             start_from(self.head, train, should_stop)
-
-    def passes(self, batch: Sequence[Example]) -> Iterator[list[Example]]:
-        """See the protocol."""
-        return head_passes(self.head, batch, self.unroll)
-
-    def losses(self, group: Sequence[Example], recipe: Recipe) -> torch.Tensor:
-        """See the protocol, and ``held_losses``."""
-        return held_losses(self.head, self.head, group, recipe)
-
-    def replay(self, examples: Sequence[Example], should_stop: ShouldStop | None = None) -> list[Replay]:
-        """See the protocol."""
-        self.head.eval()
-        return replay_head(self.head, examples, self.steps, should_stop)
-
-    def snapshot(self) -> AdapterState:
-        """See the protocol."""
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.head.own().items()}
-
-    def restore(self, state: AdapterState) -> None:
-        """See the protocol."""
-        self.head.put(state)
 
     def write(self, state: AdapterState, folder: Path) -> None:
         """See the protocol."""

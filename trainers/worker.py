@@ -171,6 +171,7 @@ def _round(settings: Settings, state: PairState, brake: Brake, tell: Callable[[R
     from adaptive.pair import load_draft_for_training, load_tokenizer, pair_identity
     from adaptive.records.features import spool_of
     from checkpoints.store import AdapterStore
+    from trainers.fit import STEPS
     from trainers.recipe import Recipe
     from trainers.rehearsal import rehearsal_of
     from trainers.run import distill, tidy
@@ -179,7 +180,7 @@ def _round(settings: Settings, state: PairState, brake: Brake, tell: Callable[[R
         share = at.step / at.steps if at.steps else 0.0
         loss = at.loss if math.isfinite(at.loss) else None
         message = f"step {at.step} of at most {at.steps}"
-        if at.writing:
+        if at.counted != STEPS:
             share, message = 0.0, f"the draft writes text to keep what it knows: {at.step} of {at.steps}"
         acceptance = at.held_out_acceptance if math.isfinite(at.held_out_acceptance) else None  # before the first one
         tell(Report("training", message, share, loss, acceptance))

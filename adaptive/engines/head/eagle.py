@@ -26,6 +26,7 @@ from torch import nn
 from adaptive.engines.head.foreign import ForeignHead
 from adaptive.engines.head.kinds import HeadKind, raw_config
 from adaptive.engines.head.vocabulary import spread
+from adaptive.engines.hf.lora import read_lora
 from adaptive.errors import AdaptiveError, first_line
 
 if TYPE_CHECKING:
@@ -130,6 +131,16 @@ def read_tensors(folder: Path) -> Tensors:
     return named
 
 
+def learned(folder: Path, adapter: Path | None) -> Tensors:
+    """The tensors of the head in ``folder``, as ``read_tensors``, with a LoRA ``adapter`` merged into them if given.
+    Raises AdaptiveError if either cannot be read."""
+    tensors = read_tensors(folder)
+    for module, delta in ({} if adapter is None else read_lora(adapter)).items():
+        weight = f"{module.removeprefix(INSIDE)}.weight"
+        tensors[weight] = delta.merged(tensors[weight])
+    return tensors
+
+
 class Eagle3Head(ForeignHead):
     """An EAGLE-3 head as a module. ``body`` is a causal language model with the head's layers; its own forward is not
     used."""
@@ -172,12 +183,7 @@ class Eagle3Head(ForeignHead):
     def _take(self, tensors: Tensors, embedding: torch.Tensor, projection: torch.Tensor, folder: Path) -> None:
         """Copy the tensors of the file into the modules. A missing embedding, or a missing projection of the right
         shape, is the target's. Raises AdaptiveError if the tensors do not fit."""
-        layers = {f"layers.{name}": t for name, t in self.body.model.layers.state_dict(keep_vars=True).items()}
-        own = {"hidden_norm." + name: t for name, t in self.hidden_norm.state_dict(keep_vars=True).items()}
-        wanted = {**layers, **{f"layers.0.{name}": tensor for name, tensor in own.items()}}
-        for name, module in (("fc", self.fc), ("input_norm", self.input_norm), ("fc_norm", self.fc_norm)):
-            wanted |= {f"{name}.{part}": tensor for part, tensor in module.state_dict(keep_vars=True).items()}
-        wanted |= {"norm.weight": self.body.model.norm.weight, "lm_head.weight": self.body.lm_head.weight}
+        wanted = {**self.own(), "lm_head.weight": self.body.lm_head.weight}
         shared = tensors.get("embed_tokens.weight")
         own_embedding = embedding if shared is None else shared.to(embedding.dtype)
         self.embedding = nn.Parameter(own_embedding, requires_grad=False)
@@ -199,6 +205,25 @@ class Eagle3Head(ForeignHead):
         surplus = sorted(set(tensors) - set(wanted) - {"embed_tokens.weight"})
         if surplus:
             raise AdaptiveError(f"the EAGLE-3 head in {folder} has a tensor {surplus[0]}, which is not known here")
+
+    def own(self) -> Tensors:
+        """The head's tensors by their names in its file, without embedding and projection."""
+        layers = {f"layers.{name}": t for name, t in self.body.model.layers.state_dict(keep_vars=True).items()}
+        found = {**layers, "norm.weight": self.body.model.norm.weight}
+        for name, module in (
+            ("layers.0.hidden_norm", self.hidden_norm),
+            ("fc", self.fc),
+            ("input_norm", self.input_norm),
+            ("fc_norm", self.fc_norm),
+        ):
+            found |= {f"{name}.{part}": tensor for part, tensor in module.state_dict(keep_vars=True).items()}
+        return found
+
+    @torch.no_grad()
+    def put(self, tensors: Tensors) -> None:
+        """Copy ``tensors``, as ``own`` names them, into the head."""
+        for name, tensor in self.own().items():
+            tensor.copy_(tensors[name])
 
     @property
     def vocab_size(self) -> int:

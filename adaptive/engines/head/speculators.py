@@ -7,17 +7,20 @@ and ``model.safetensors``.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from adaptive.engines.head.eagle import INSIDE, read_eagle, read_tensors
+from adaptive.engines.head.eagle import EagleConfig, Tensors, learned, read_eagle, read_tensors
 from adaptive.engines.head.kinds import raw_config
-from adaptive.engines.hf.lora import read_lora
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, first_line
+from checkpoints import files
 
+WEIGHTS = "model.safetensors"
 # The exported draft length, which vLLM uses unless it is configured otherwise.
 TOKENS = 3
 # The keys of a SpecForge config that do not belong to the layer's config.
@@ -32,15 +35,36 @@ def write_speculators(head: Path, target: Path, name: str, destination: Path, ad
     """Write the EAGLE-3 head in ``head``, with an optional LoRA ``adapter`` merged into it, into the folder
     ``destination``. Its target is in the folder ``target`` and is called ``name``. Raises AdaptiveError if a file
     cannot be read or written."""
-    said, tensors, raw, whole = read_eagle(head), read_tensors(head), raw_config(head), raw_config(target)
-    for module, delta in ({} if adapter is None else read_lora(adapter)).items():
-        weight = f"{module.removeprefix(INSIDE)}.weight"
-        tensors[weight] = delta.merged(tensors[weight])
+    said, tensors, raw, whole = read_eagle(head), learned(head, adapter), raw_config(head), raw_config(target)
     text = whole.get("text_config") if isinstance(whole.get("text_config"), dict) else whole
     layers = text.get("num_hidden_layers") if isinstance(text, dict) else None
     if not isinstance(layers, int):
         raise AdaptiveError(f"the target in {target} cannot be read: its config.json names no number of layers")
     layer = raw.get("transformer_layer_config") or {k: v for k, v in raw.items() if k not in NOT_THE_LAYERS}
+    said = replace(said, taps=said.taps_of(layers))
+    save(destination, tensors, said, {**layer, "model_type": said.layer.model_type}, name, whole.get("architectures"))
+
+
+def rewrite(folder: Path, tensors: Tensors) -> None:
+    """Replace ``tensors`` of the head in ``folder``. Raises AdaptiveError if it cannot be read or written."""
+    file = folder / WEIGHTS
+    whole = {**read_tensors(folder), **tensors}
+    partial = files.unfinished(folder)
+    try:
+        save_file(whole, partial, metadata={"format": "pt"})
+        partial.replace(file)
+    except (OSError, SafetensorError) as error:
+        raise AdaptiveError(f"{folder} cannot be written ({first_line(error)}); choose another folder") from error
+    finally:
+        files.finished(partial)
+
+
+def save(
+    destination: Path, tensors: Tensors, said: EagleConfig, layer: dict[str, Any], target: str, architectures: Any
+) -> None:
+    """Write a head's ``tensors`` and config into the folder ``destination``. ``layer``: the config of its layers;
+    ``target``: the name of its target, of the class ``architectures``. Raises AdaptiveError if it cannot be written."""
+    tensors = dict(tensors)
     d2t = tensors.get("d2t")
     if d2t is not None:
         ids = torch.arange(len(d2t)) + d2t
@@ -52,12 +76,12 @@ def write_speculators(head: Path, target: Path, name: str, destination: Path, ad
             "algorithm": "eagle3",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": TOKENS}],
             "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": name, "architectures": whole.get("architectures") or []},
+            "verifier": {"name_or_path": target, "architectures": architectures or []},
         },
-        "transformer_layer_config": {**layer, "model_type": said.layer.model_type},
+        "transformer_layer_config": layer,
         "draft_vocab_size": said.draft_vocab_size,
-        "target_hidden_size": None if said.target_width == said.layer.hidden_size else said.target_width,
-        "eagle_aux_hidden_state_layer_ids": list(said.taps_of(layers)),
+        "target_hidden_size": None if said.target_width == layer["hidden_size"] else said.target_width,
+        "eagle_aux_hidden_state_layer_ids": list(said.taps or ()),
         "norm_before_residual": said.norm_before_residual,
         "norm_before_fc": said.norm_before_fc,
         "fc_norm": said.fc_norm,
@@ -67,7 +91,7 @@ def write_speculators(head: Path, target: Path, name: str, destination: Path, ad
     }
     try:
         destination.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, destination / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, destination / WEIGHTS, metadata={"format": "pt"})
         (destination / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise AdaptiveError(f"{destination} cannot be written ({error.strerror}); choose another folder") from error

@@ -1,0 +1,153 @@
+"""``adaptive head``: an EAGLE-3 head for the target, grown on the log, for servers that run heads of this kind."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from adaptive.errors import AdaptiveError
+from adaptive.printable import counted
+from cli.options import shared_options
+from cli.waiting import wait
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from adaptive.pair import Source
+    from adaptive.settings import Settings
+    from trainers.eagle import Grown
+    from trainers.recipe import Recipe
+
+# The share of the free memory that hidden states may take.
+OF_FREE = 0.4
+
+
+@shared_options()
+def head(
+    settings: Settings,
+    folder: Annotated[Path, typer.Argument(help="Where the head goes.")],
+    records: Annotated[Optional[int], typer.Option(help="Newest generations to learn from; 2,000 by default.")] = None,
+    epochs: Annotated[Optional[float], typer.Option(help="Times over the training set, at most.")] = None,
+    max_seconds: Annotated[Optional[float], typer.Option(help="Seconds of training, at most.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over a head that is there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Grow an EAGLE-3 head for the target on what it said, for vLLM, SGLang and llama-server.
+
+    It reads the log of the pair and computes the target's hidden states from its checkpoint. The head in FOLDER is in
+    the format of the speculators library; it is also a draft here (--draft FOLDER), where it learns further. ctrl-C
+    stops and keeps the best weights so far.
+
+    Example: adaptive head my-head
+
+    Example: adaptive head my-head --target ./my-target --draft none --max-seconds 600
+    """
+    wait(spins=0)
+    from rich.console import Console
+
+    from checkpoints.folder import check_destination
+    from trainers.recipe import Recipe
+    from trainers.replay import Stopped
+
+    check_destination(folder, force)
+    length = settings.draft_length
+    asked: dict[str, Any] = {
+        "buffer": records,
+        "epochs": epochs,
+        "max_seconds": max_seconds,
+        "seed": settings.seed,
+        "draft_length": int(length) if length.isdecimal() and int(length) > 0 else None,
+    }
+    recipe = Recipe(**{name: value for name, value in asked.items() if value is not None})
+    console = Console(stderr=as_json, highlight=False)
+    try:
+        target, grown = _grow(settings, folder, recipe, console)
+    except Stopped:
+        console.print("stopped before any weights were judged; nothing was written")
+        raise typer.Exit(130) from None
+    if as_json:
+        typer.echo(json.dumps(_as_object(folder, grown), indent=2))
+    else:
+        _show(folder, grown, target, recipe, console)
+    if grown.fit.stopped:
+        raise typer.Exit(130)
+
+
+def _grow(settings: Settings, folder: Path, recipe: Recipe, console: Console) -> tuple[Source, Grown]:
+    """Read the log, load the target, and grow the head, with a progress bar on ``console``. Raises AdaptiveError and
+    Stopped."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as in ``cli.distill.run``
+    from adaptive.engines.load import load_model, weights_progress
+    from adaptive.machine import memory
+    from adaptive.pair import pair_identity, sources
+    from adaptive.state import open_state
+    from cli.distill import progress_bar, stoppable
+    from trainers.batches import longest_output
+    from trainers.dataset import read_log
+    from trainers.eagle import grow
+    from trainers.sets import gather
+
+    target, _ = sources(settings)
+    if target.gguf is not None:
+        raise AdaptiveError(
+            f"target {target.id} is a GGUF file, and a head is grown on hidden states, which its Hugging Face "
+            "checkpoint gives; name that as --target"
+        )
+    identity = pair_identity(settings)
+    state = open_state(settings.state_dir, identity.id)
+    if not state.records.exists():
+        read_log(state.records, recipe.buffer)  # says that there is none, before the target is loaded
+    with console.status("loading the target"), weights_progress(lambda share: None):
+        model = load_model(target, settings, settings.device)
+    sets, _ = gather(state.records, None, None, recipe, identity.base, longest_output(model), None)
+    with stoppable() as should_stop, progress_bar(console, "growing a head") as report:
+        most = int(OF_FREE * memory().available)
+        return target, grow(model, target.id, sets, recipe, folder, most, report, should_stop)
+
+
+def _as_object(folder: Path, grown: Grown) -> dict[str, Any]:
+    """The result as plain JSON values."""
+    return {
+        "folder": str(folder),
+        "stopped": grown.fit.stopped,
+        "generations": grown.train_generations,
+        "steps": grown.fit.steps,
+        "best_step": grown.fit.best_step,
+        "seconds": grown.fit.seconds,
+        "vocabulary": grown.vocabulary,
+        "acceptance_by_step": list(grown.by_step),
+        "held_out": None if grown.figures is None else asdict(grown.figures),
+    }
+
+
+def _show(folder: Path, grown: Grown, target: Source, recipe: Recipe, console: Console) -> None:
+    """Print what the head is expected to bring, and the commands that use it."""
+    if grown.figures is None:
+        console.print("stopped early: the head was not compared on held-out answers")
+    else:
+        length, rate = grown.figures.mean_acceptance_length_after, grown.figures.acceptance_after
+        console.print(
+            f"On answers to {counted(grown.figures.generations, 'prompt')} that it was not trained on: acceptance "
+            f"{rate.mean:.3f} ({rate.low:.3f} to {rate.high:.3f}), {length.mean:.2f} tokens a round at draft length "
+            f"{recipe.draft_length} ({length.low:.2f} to {length.high:.2f}; plain decoding has 1).",
+            style="green",
+        )
+    fit = grown.fit
+    console.print(
+        f"[dim]{counted(grown.train_generations, 'generation')} trained on, {fit.steps} steps (best: {fit.best_step}), "
+        f"{fit.seconds:.0f} s of training.[/]"
+    )
+    vllm = json.dumps({"model": str(folder), "method": "eagle3", "num_speculative_tokens": 3})
+    for text in (
+        f"The head is in {folder}. To use it:",
+        f"  here          adaptive serve --target {target.id} --draft {folder}",
+        f"  vLLM          vllm serve {target.id} --speculative-config '{vllm}'",
+        f"  llama-server  adaptive adapters export draft {folder.name}.gguf --format gguf --target {target.id} "
+        f"--draft {folder}",
+    ):
+        console.print(text, soft_wrap=True, markup=False)

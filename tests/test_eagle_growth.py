@@ -1,0 +1,262 @@
+"""An EAGLE-3 head that is grown on a log: where it starts, what it learns, its files for other servers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import BUNDLED, Command
+from foreign_heads import save_eagle, save_eagle_target
+from safetensors.torch import load_file
+from test_trainer import VOCAB, config, speak
+from transformers import AutoConfig, AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
+
+from adaptive.engines.head.eagle import Eagle3Head, EagleConfig
+from adaptive.engines.head.parts import shared_of_model
+from adaptive.engines.head.speculators import save
+from adaptive.errors import AdaptiveError
+from adaptive.records.writer import LogWriter
+from adaptive.types import SamplingParams
+from checkpoints.manifest import BaseDraft
+from trainers.dataset import Example, examples, read_log
+from trainers.eagle import EagleStart, EagleStudent, grow, start_of, taps_of
+from trainers.fit import Progress
+from trainers.recipe import Recipe
+from trainers.replay import Stopped, acceptance_rate
+from trainers.sets import Sets, gather
+from trainers.states import States, with_states
+
+SHORT = Recipe(epochs=5, evaluations=4, batch=16)
+ENOUGH = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    """Four layers, each of which adds little, so that the next token depends mainly on the last one."""
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(config(layers=4)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter.mul_(0.3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def log(target: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("log") / "records.db"
+    with LogWriter(file) as writer:
+        for one in speak(target, 100, SamplingParams(temperature=0.7)):
+            writer.write(one)
+        assert writer.flush()
+    return file
+
+
+def sets_of(log: Path, recipe: Recipe = SHORT) -> Sets:
+    return gather(log, None, None, recipe, BaseDraft("none", "none"), 64, None)[0]
+
+
+def head_of(target: LlamaForCausalLM, start: EagleStart, folder: Path) -> Eagle3Head:
+    said = EagleConfig(None, VOCAB, VOCAB, target.config.hidden_size, start.taps, True, False)
+    save(folder, start.tensors, said, start.layer, "target", target.config.architectures)
+    return Eagle3Head(shared_of_model(target), folder, torch.float32)
+
+
+def test_states_are_those_that_transformers_returns(target: LlamaForCausalLM, log: Path) -> None:
+    said = examples(read_log(log, 3), 64)
+    states = States(target, (1, 2, 4))
+    found = with_states(said, states, 64, ENOUGH)
+    for example in found:
+        text = torch.from_numpy(np.concatenate([example.prompt, example.output[:-1]])).long()
+        seen: list[torch.Tensor] = []
+        hook = target.model.norm.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))  # type: ignore[misc]
+        with torch.inference_mode():
+            hidden = target(text[None], output_hidden_states=True).hidden_states
+        hook.remove()
+        wanted = torch.cat([hidden[1], hidden[2], seen[0]], dim=-1)[0]
+        torch.testing.assert_close(states.of(text), wanted, rtol=0, atol=1e-5)
+        kept = example.states()
+        assert kept is not None
+        assert example.covered(kept)
+        np.testing.assert_allclose(kept.states(), wanted.numpy(), atol=float(wanted.abs().max()) / 100)
+    each = found[0].features.nbytes  # type: ignore[union-attr]
+    assert [e.id for e in with_states(said, states, 64, 2 * each)] == [e.id for e in said[-2:]]
+    with pytest.raises(Stopped):
+        with_states(said, states, 64, ENOUGH, should_stop=lambda: True)
+
+
+def test_a_head_starts_as_the_fitted_map_and_learns(target: LlamaForCausalLM, log: Path, tmp_path: Path) -> None:
+    """At the start it accepts what a linear map can know; with its value projection shuffled it accepts little."""
+    sets = sets_of(log)
+    start = start_of(target, sets.train, 64)
+    held = with_states(sets.gate, States(target, start.taps), 64, ENOUGH)
+
+    def accepted(head: Eagle3Head) -> float:
+        return acceptance_rate(EagleStudent(head, SHORT).replay(held))
+
+    first = accepted(head_of(target, start, tmp_path / "start"))
+    value = start.tensors["layers.0.self_attn.v_proj.weight"]
+    mixed = {**start.tensors, "layers.0.self_attn.v_proj.weight": value.roll(1, dims=0)}
+    assert first > accepted(head_of(target, EagleStart(mixed, start.layer, start.taps), tmp_path / "mixed")) + 0.05
+    told: list[Progress] = []
+    grown = grow(target, "target", sets, SHORT, tmp_path / "head", ENOUGH, told.append)
+    assert grown.figures is not None
+    assert grown.figures.acceptance_after.mean > first
+    assert grown.figures.gain.low > 0
+    assert len(grown.by_step) == SHORT.unroll or len(grown.by_step) == SHORT.draft_length
+    assert {one.counted for one in told} == {"texts read", "steps"}
+    assert max(one.step for one in told if one.counted == "texts read") == len(sets.train + sets.validation + sets.gate)
+    again = EagleStudent(Eagle3Head(shared_of_model(target), tmp_path / "head", torch.float32), SHORT)
+    assert acceptance_rate(again.replay(held)) == pytest.approx(grown.figures.acceptance_after.mean, abs=1e-3)
+    own = load_file(tmp_path / "head" / "model.safetensors")
+    torch.testing.assert_close(own["lm_head.weight"], target.lm_head.weight, rtol=0, atol=0)  # never trained
+
+
+def test_a_head_that_is_stopped_before_it_was_judged_is_nothing(
+    target: LlamaForCausalLM, log: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(Stopped):
+        grow(target, "target", sets_of(log), SHORT, tmp_path / "head", ENOUGH, should_stop=lambda: True)
+    assert not (tmp_path / "head").exists()
+
+
+def test_layers_that_are_read() -> None:
+    assert taps_of(32) == (16, 30, 31)
+    assert taps_of(5) == (2, 3, 4)
+    assert taps_of(4) == (1, 2, 3)
+    assert taps_of(3) == (0, 1, 2)
+
+
+def test_a_target_without_its_kind_of_norm_or_layers_is_refused(log: Path) -> None:
+    said: list[Example] = examples(read_log(log, 4), 64)
+    flat = LlamaForCausalLM(config(layers=2))
+    with pytest.raises(AdaptiveError, match="before three layers, and the target has 2"):
+        start_of(flat, said, 64)
+    other = GPTNeoXForCausalLM(
+        GPTNeoXConfig(
+            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64
+        )
+    )
+    with pytest.raises(AdaptiveError, match="no head can be grown"):
+        start_of(other, said, 64)
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3"])
+def test_other_families_grow_one_too(kind: str, tmp_path: Path) -> None:
+    """Gemma's norms store their factors less one and its MLP is another; Qwen 3's heads are wider than its model."""
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 48, "max_position_embeddings": 128,
+    }  # fmt: skip
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(4)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.add_(torch.linspace(-0.2, 0.4, len(parameter)))
+    with LogWriter(tmp_path / "records.db") as writer:
+        for one in speak(model, 60, SamplingParams(temperature=0.7)):
+            writer.write(one)
+        assert writer.flush()
+    grown = grow(model, "x", sets_of(tmp_path / "records.db"), SHORT, tmp_path / "head", ENOUGH)
+    assert grown.figures is not None
+    norm = model.get_decoder().norm
+    effective = load_file(tmp_path / "head" / "model.safetensors")["norm.weight"]
+    factors = norm.weight + (1.0 if kind.startswith("gemma") else 0.0)
+    assert float((effective - factors).detach().abs().max()) < 0.5  # trained from there
+    assert grown.figures.acceptance_after.mean > 0.1
+
+
+def test_a_gguf_file_holds_the_head_in_llama_cpps_order(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    from adaptive.engines.llamacpp.eagle import write_eagle
+
+    target = save_eagle_target(tmp_path / "target")
+    head = save_eagle(target, tmp_path / "head", "specforge")
+    file = tmp_path / "head.gguf"
+    text, tokenizer = AutoConfig.from_pretrained(target), AutoTokenizer.from_pretrained(target)
+    write_eagle(head, text, tokenizer, file, "f32", "head")
+    read = gguf.GGUFReader(file)
+    found = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in read.tensors}
+    own = load_file(head / "model.safetensors")
+    few = len(own["d2t"])
+    assert found["d2t"].tolist() == (torch.arange(few) + own["d2t"]).tolist()
+    assert "token_embd.weight" not in found
+    for name, key in (("fc", "fc"), ("output", "lm_head"), ("blk.0.attn_norm_2", "midlayer.hidden_norm")):
+        assert torch.equal(found[f"{name}.weight"], own[f"{key}.weight"])
+    size, rows = 16, own["midlayer.self_attn.k_proj.weight"]
+    for place in (0, 1, 5):  # neighbours are rotated together, where a checkpoint rotates the two halves of a head
+        assert torch.equal(found["blk.0.attn_k.weight"][2 * place], rows[place])
+        assert torch.equal(found["blk.0.attn_k.weight"][2 * place + 1], rows[size // 2 + place])
+    fields = {key: field.contents() for key, field in read.fields.items()}
+    assert fields["general.architecture"] == "eagle3"
+    assert fields["eagle3.target_layers"] == [1, 3, 4]
+    assert fields["eagle3.attention.head_count"] == 4
+    assert fields["eagle3.norm_before_residual"] is False
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"kind": "qwen3"}, "its layer is of type qwen3"),
+        ({"fc_norm": True}, "it norms each state apart"),
+        ({"norm_output": True}, "its next row reads what the final norm returns"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}, "after its last layer"),
+    ],
+)
+def test_a_head_that_llama_cpp_does_not_compute_is_refused(said: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from adaptive.engines.llamacpp.eagle import write_eagle
+
+    target = save_eagle_target(tmp_path / "target")
+    head = save_eagle(target, tmp_path / "head", "speculators", **said)
+    with pytest.raises(AdaptiveError, match=reason):
+        write_eagle(
+            head, AutoConfig.from_pretrained(target), AutoTokenizer.from_pretrained(target), tmp_path / "x", "f32", "x"
+        )
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.thorough
+def test_the_command_grows_a_head_that_drafts_here_and_is_exported(tmp_path: Path, adaptive: Command) -> None:
+    state = ("--state-dir", str(tmp_path / "state"), "--dtype", "float32", "--device", "cpu")
+    alone = ("--target", str(BUNDLED / "target"), "--draft", "none", *state)
+    head, file = tmp_path / "head", tmp_path / "head.gguf"
+    status, _, errors = adaptive("head", str(head), *alone)
+    assert status == 2
+    assert "no log" in errors or "no record" in errors
+    lines = (BUNDLED / "prompts" / "tools.jsonl").read_text(encoding="utf-8").splitlines()
+    asked = tmp_path / "prompts.jsonl"
+    asked.write_text("\n".join(lines[:60]), encoding="utf-8")
+    short = ("--max-new-tokens", "40", "--history", "off", "--json")
+    status, _, errors = adaptive("generate", "--prompts", str(asked), *alone, *short, "--temperature", "0.7")
+    assert status == 0, errors
+    status, out, errors = adaptive("head", str(head), *alone, "--epochs", "2", "--json")
+    assert status == 0, errors
+    outcome = json.loads(out)
+    assert outcome["held_out"]["gain"]["low"] > 0.1
+    status, _, errors = adaptive("head", str(head), *alone)
+    assert status == 2
+    assert "is not empty" in errors.replace("\n", " ")
+    with_head = ("--target", str(BUNDLED / "target"), "--draft", str(head), *state)
+    for line in lines[60:62]:
+        prompt, greedy = str(json.loads(line)["prompt"]), ("--temperature", "0", "--draft-length", "4", *short)
+        status, plain, errors = adaptive("generate", prompt, *alone, *greedy)
+        assert status == 0, errors
+        status, drafted, errors = adaptive("generate", prompt, *with_head, *greedy)
+        assert status == 0, errors
+        assert json.loads(drafted)["tokens"] == json.loads(plain)["tokens"]
+    status, out, errors = adaptive("adapters", "export", "draft", str(file), "--format", "gguf", *with_head)
+    assert status == 0, errors
+    assert "--spec-type draft-eagle3" in out
+    status, out, errors = adaptive(
+        "adapters", "export", "draft", str(tmp_path / "s"), "--format", "speculators", *with_head
+    )
+    assert status == 0, errors
+    assert load_file(tmp_path / "s" / "model.safetensors").keys() >= {"fc.weight", "lm_head.weight"}
