@@ -265,7 +265,7 @@ def write_merged(settings: Settings, adapter: Path, manifest: Manifest, destinat
     from adaptive.engines.hf.lora import MergedAdapter
     from adaptive.engines.hf.quantised import settings_of
     from adaptive.engines.load import load_model, read_config, weights_progress
-    from adaptive.pair import read_tokenizer
+    from adaptive.tokenizers import read_tokenizer
 
     config = read_config(source, settings)
     # Saving would reverse what loading did to names and formats, except where the config then describes another model.

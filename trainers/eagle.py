@@ -213,7 +213,9 @@ def _mlp(last: Tensors, layer: dict[str, Any], scale: float) -> dict[str, torch.
 
 
 class EagleStudent(WholeHead):
-    """An EAGLE-3 head, all of whose own weights are trained."""
+    """An EAGLE-3 head, all of whose own weights are trained. With a grown head's rate it unlearns what it starts with."""
+
+    RATE = 1e-3
 
     def __init__(self, head: Eagle3Head, recipe: Recipe) -> None:
         super().__init__(head, recipe)
