@@ -62,14 +62,15 @@ def _llama_counts(replay: Replay, length: int, max_tokens: int) -> tuple[int, in
     """Drafted and accepted tokens of a greedy answer as llama.cpp's server counts them: it drafts no more than the
     limit leaves room for, does not check a draft beyond the end of an answer, and counts the end token as accepted only
     at the last place of a draft (``common_sampler_sample_and_accept_n``)."""
-    right = replay.acceptance[0] > 0.5
+    right = replay.acceptance > 0.5  # by step of a draft, where that makes a difference
+    steps, positions = right.shape
     at = drafted = accepted = 0
-    while at < len(right):
+    while at < positions:
         draft = min(length, max_tokens - at - 2)
         hits = 0
-        while hits < draft and at + hits < len(right) and right[at + hits]:
+        while hits < draft and at + hits < positions and right[min(hits, steps - 1), at + hits]:
             hits += 1
-        ended_within = not replay.limited and at + hits == len(right) and hits < draft
+        ended_within = not replay.limited and at + hits == positions and hits < draft
         drafted += max(0, draft)
         accepted += hits - (ended_within and hits > 0)
         at += hits + 1

@@ -164,18 +164,26 @@ def export_eagle_gguf(settings: Settings, adapter: Path | None, file: Path, enco
 
     Raises AdaptiveError as ``eagle_of``, and for a head that llama.cpp does not compute.
     """
+    target, draft = eagle_of(settings, "--format gguf of a head")
+    check_free(file, force)
+    write_eagle_gguf(settings, target, draft.folder, adapter, file, encoding)
+    typer.echo(f"the head {draft.id}{' with the adapter' if adapter else ''} is in {file}; with llama.cpp's server:")
+    typer.echo(
+        f"llama-server --model TARGET.gguf --spec-type draft-eagle3 --spec-draft-model {file} --spec-draft-n-max 4"
+    )
+
+
+def write_eagle_gguf(
+    settings: Settings, target: Source, head: Path, adapter: Path | None, file: Path, encoding: str
+) -> None:
+    """Write the EAGLE-3 head in the folder ``head`` of this ``target`` as a GGUF file, with ``adapter`` merged into it
+    if given. Raises AdaptiveError for a head that llama.cpp does not compute."""
     from transformers import AutoTokenizer
 
     from adaptive.engines.llamacpp.eagle import write_eagle
     from adaptive.engines.load import read_config
 
-    target, draft = eagle_of(settings, "--format gguf of a head")
     check_encoding(encoding)
-    check_free(file, force)
     tokenizer = AutoTokenizer.from_pretrained(target.folder, trust_remote_code=settings.trust_remote_code)
     config = read_config(target, settings).get_text_config()
-    write_eagle(draft.folder, config, tokenizer, file, encoding, Path(draft.id).name, adapter)  # type: ignore[arg-type]
-    typer.echo(f"the head {draft.id}{' with the adapter' if adapter else ''} is in {file}; with llama.cpp's server:")
-    typer.echo(
-        f"llama-server --model TARGET.gguf --spec-type draft-eagle3 --spec-draft-model {file} --spec-draft-n-max 4"
-    )
+    write_eagle(head, config, tokenizer, file, encoding, head.name, adapter)  # type: ignore[arg-type]

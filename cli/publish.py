@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import hashlib
 import json
-import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -22,15 +17,11 @@ if TYPE_CHECKING:
 
     from adaptive.settings import Settings
     from adaptive.state import PairState
-    from adaptive.upstream.kinds import Kind
     from adaptive.upstream.lengths import Advice
     from adaptive.upstream.measure import Measured
-    from checkpoints.manifest import Manifest
-    from checkpoints.store import AdapterStore
     from cli import trial
     from cli.trial import Tried
     from trainers.dataset import Example
-    from trainers.replay import Replay
 
 SERVER = "Server"
 
@@ -58,6 +49,10 @@ def publish(
             rich_help_panel=SERVER,
         ),
     ] = None,
+    head: Annotated[
+        Optional[Path],
+        typer.Option(help="EAGLE-3 head to publish in place of the draft in use.", metavar="FOLDER"),
+    ] = None,
     to: Annotated[Optional[Path], typer.Option(help="Folder of the drafts; by default the pair's own.")] = None,
     start: Annotated[
         Optional[Path],
@@ -78,7 +73,8 @@ def publish(
     encoding: Annotated[str, typer.Option(help="Weights of a GGUF file: f32, f16, bf16 or q8_0.")] = "bf16",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Export the draft in use for another server, say how to start it, and with --restart put it to use there.
+    """Export the draft in use, or an EAGLE-3 head, for another server, and say how to start it; with --restart put it
+    to use there.
 
     With --upstream the server is measured on prompts of the log, which tells the draft length; after a restart once
     more, and where its acceptance fell the draft before comes back (exit status 1). Where the times after the restart
@@ -86,17 +82,21 @@ def publish(
 
     Example: adaptive publish --upstream http://127.0.0.1:8080 --target ./target --draft ./draft
 
+    Example: adaptive publish --upstream http://127.0.0.1:8080 --target ./target --head my-head
+
     Example: adaptive publish --upstream http://127.0.0.1:8080 --start start.sh --restart "systemctl restart llama"
     """
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
+    from adaptive.pair import load_tokenizer
     from adaptive.upstream import publishing, server
     from adaptive.upstream.lengths import LONGEST
     from adaptive.upstream.measure import find_kind, measure
     from checkpoints.store import AdapterStore
     from cli import trial
-    from cli.answered import expected_acceptance
+    from cli.answered import answered_examples, expected_acceptance
+    from cli.published import AdaptedDraft, PublishedHead
     from cli.state import find_state
     from trainers.replay import mean_acceptance_length
 
@@ -121,11 +121,12 @@ def publish(
             before = measure(url, key, asked, max_tokens, model, wait)
         asked = [list(prompt) for prompt in before.prompts]
     store = AdapterStore(state.adapters)
-    manifest = _in_use(store)
+    published = AdaptedDraft(settings, store) if head is None else PublishedHead(settings, head)
     with console.status("writing the draft"):
-        draft = _export(settings, store, manifest, to or state.root / "published", kind, encoding)
+        draft = published.write(to or state.root / "published", kind, encoding)
     with console.status("replaying the log"):
-        replays, answered = _replay(settings, store, manifest, sample, asked, before)
+        said = [] if before is None else answered_examples(load_tokenizer(settings), asked, before)
+        replays, answered = published.replays(sample, said)
         tokens = [1.0, *(mean_acceptance_length(replays, length) for length in range(1, LONGEST + 1))]
     advice = _advice(tokens, before)
     length = chosen or (advice.length if advice else 4)
@@ -135,18 +136,19 @@ def publish(
             "all the same"
         )
     outcome: dict[str, Any] = {
-        "adapter": manifest.id,
+        "adapter": None if published.is_head else published.id,
+        "head": published.id if published.is_head else None,
         "engine": kind.name,
         "draft": str(draft),
         "draft_length": length,
-        "options": publishing.options(kind, draft, length),
+        "options": publishing.options(kind, draft, length, published.is_head),
         "expected": None if advice is None else asdict(advice),
         "expected_acceptance": expected_acceptance(answered, length, kind, max_tokens),
         "before": _figures(before),
         "after": None,
         "rolled_back": False,
     }
-    console.print(f"adapter {manifest.id} for {kind.name}: {draft}", soft_wrap=True)
+    console.print(f"{published.words} for {kind.name}: {draft}", soft_wrap=True)
     _say_expected(console, advice, length, mean_acceptance_length(replays, length))
     # Raised for a file that cannot be edited, before the server is touched.
     edited = None if file is None else publishing.edited(file.before, kind, outcome["options"])
@@ -157,11 +159,12 @@ def publish(
         with console.status("restarting the server, and measuring it"):
             tried = trial.settle(running, before, draft, length, None if chosen else tokens, _remembered(state))
         rolled_back, length = tried.worse is not None, tried.length
-        outcome |= {"draft_length": length, "options": publishing.options(kind, draft, length)}
+        outcome |= {"draft_length": length}
+        outcome |= {"options": publishing.options(kind, draft, length, published.is_head)}
         outcome |= {"expected_acceptance": expected_acceptance(answered, length, kind, max_tokens)}
         outcome |= {"after": _figures(tried.measured), "rolled_back": rolled_back}
         if not rolled_back:
-            _remember(state, trial.Put(manifest.id, str(draft), length))
+            _remember(state, trial.Put(published.id, str(draft), length))
             console.print(f"it is in use: {_compared(before, tried, outcome['expected_acceptance'])}", soft_wrap=True)
         else:
             console.print(f"[yellow]rolled back:[/] {tried.worse}", soft_wrap=True)
@@ -214,92 +217,6 @@ def _prompts(sample: list[Example], count: int) -> list[list[int]]:
     """Up to ``count`` distinct prompts, the newest of ``sample``."""
     found = {tuple(example.prompt.tolist()): None for example in reversed(sample)}
     return [list(prompt) for prompt in list(found)[:count]]
-
-
-def _in_use(store: AdapterStore) -> Manifest:
-    current = store.current_id()
-    if current is None:
-        raise AdaptiveError(
-            "no adapter is in use; `adaptive distill` trains one from the log, `adapters promote` takes one"
-        )
-    manifest = store.verify(current)
-    if manifest.kind == "head":
-        raise AdaptiveError(
-            f"adapter {manifest.id} is a head, which these servers do not read as it is written here; name a draft "
-            "model with --draft"
-        )
-    return manifest
-
-
-def _export(
-    settings: Settings, store: AdapterStore, manifest: Manifest, folder: Path, kind: Kind, encoding: str
-) -> Path:
-    """The draft with the adapter merged, in the server's format; written once for each adapter. Other pairs, whose
-    adapters have the same ids, may use the same ``folder``."""
-    from adaptive.upstream.publishing import takes_gguf
-    from cli.adapters import model_of, write_merged
-    from cli.export import write_checkpoint
-
-    name = f"draft-{manifest.id}-{_digest(manifest)}"
-    if takes_gguf(kind):
-        name += f"-{encoding}.gguf"
-    path, part = folder / name, folder / f".{name}.part"
-    if path.exists():
-        return path
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _discard(part)
-        adapter = store.path(manifest.id)
-        if takes_gguf(kind):
-            write_checkpoint(model_of(settings, manifest), adapter, part, encoding, settings)
-        else:
-            write_merged(settings, adapter, manifest, part, force=False)
-        os.replace(part, path)
-    except OSError as error:
-        raise AdaptiveError(f"{path} cannot be written ({error.strerror}); choose another folder with --to") from error
-    finally:
-        _discard(part)
-    return path
-
-
-def _digest(manifest: Manifest) -> str:
-    """Eight hexadecimal digits that tell apart adapters of one id, by their weights and those of their draft."""
-    whole = json.dumps([manifest.base.weights, sorted(manifest.files.items())])
-    return hashlib.sha256(whole.encode()).hexdigest()[:8]
-
-
-def _discard(part: Path) -> None:
-    """Delete an unfinished file or folder, if there is one."""
-    shutil.rmtree(part, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        part.unlink(missing_ok=True)
-
-
-def _replay(
-    settings: Settings,
-    store: AdapterStore,
-    manifest: Manifest,
-    sample: list[Example],
-    asked: list[list[int]],
-    before: Measured | None,
-) -> tuple[list[Replay], list[Replay]]:
-    """Replay the draft with the adapter. Returns the replays of the log's ``sample``, and those of the answers that the
-    server gave ``before`` to the prompts ``asked``, if their tokens are certain."""
-    import torch
-
-    from adaptive.engines.hf.lora import MergedAdapter
-    from adaptive.engines.load import load_model, weights_progress
-    from adaptive.pair import load_tokenizer
-    from cli.adapters import model_of
-    from cli.answered import answered_examples
-    from trainers.replay import replay
-
-    source = dataclasses.replace(model_of(settings, manifest), quantize="none")
-    with weights_progress(lambda share: None):
-        model = load_model(source, settings, "cpu", torch.float32)
-    MergedAdapter(model).apply(store.path(manifest.id))
-    known = [] if before is None else answered_examples(load_tokenizer(settings), asked, before)
-    return replay(model, sample), replay(model, known) if known else []
 
 
 def _advice(tokens: list[float], before: Measured | None) -> Advice | None:

@@ -213,7 +213,7 @@ def _mlp(last: Tensors, layer: dict[str, Any], scale: float) -> dict[str, torch.
 
 
 class EagleStudent(WholeHead):
-    """An EAGLE-3 head, all of whose own weights are trained. With a grown head's rate it unlearns what it starts with."""
+    """An EAGLE-3 head, all of whose own weights are trained. At a grown head's rate it unlearns what it starts with."""
 
     RATE = 1e-3
 

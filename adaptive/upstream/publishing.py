@@ -45,17 +45,19 @@ def takes_gguf(kind: Kind) -> bool:
     return kind.name in (LLAMA_SERVER.name, "lm-studio")
 
 
-def options(kind: Kind, draft: Path, length: int) -> dict[str, str]:
-    """The server's options that use ``draft`` with this draft length. Raises AdaptiveError where it has none."""
+def options(kind: Kind, draft: Path, length: int, is_head: bool = False) -> dict[str, str]:
+    """The server's options that use ``draft``, a model or an EAGLE-3 head, with this draft length. Raises AdaptiveError
+    where it has none."""
     if kind is LLAMA_SERVER:
-        return {"--spec-type": "draft-simple", "--spec-draft-model": str(draft), "--spec-draft-n-max": str(length)}
+        by = "draft-eagle3" if is_head else "draft-simple"
+        return {"--spec-type": by, "--spec-draft-model": str(draft), "--spec-draft-n-max": str(length)}
     if kind is VLLM:
-        said = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": length}
+        said = {"method": "eagle3" if is_head else "draft_model", "model": str(draft), "num_speculative_tokens": length}
         # Without spaces, so that it may be a part of a YAML value.
         return {"--speculative-config": json.dumps(said, separators=(",", ":"))}
     if kind is SGLANG:
         return {
-            "--speculative-algorithm": "STANDALONE",
+            "--speculative-algorithm": "EAGLE3" if is_head else "STANDALONE",
             "--speculative-draft-model-path": str(draft),
             "--speculative-num-steps": str(length),
             "--speculative-eagle-topk": "1",

@@ -1,0 +1,190 @@
+"""The drafts that ``adaptive publish`` puts into a server: a draft model with the adapter in use, or an EAGLE-3 head.
+
+In: the settings, and a store or a head's folder. Out: a file or folder that the server reads, and replays of answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from adaptive.errors import AdaptiveError
+
+if TYPE_CHECKING:
+    from adaptive.settings import Settings
+    from adaptive.upstream.kinds import Kind
+    from checkpoints.manifest import Manifest
+    from checkpoints.store import AdapterStore
+    from trainers.dataset import Example
+    from trainers.replay import Replay
+
+# The newest held-out answers by which a head's draft length is chosen: the target's states of each are computed.
+ANSWERS = 128
+# The share of the free memory that these states may take.
+OF_FREE = 0.4
+# Steps of a draft that are replayed with a head; its acceptance changes little beyond.
+STEPS = 8
+
+
+class Published(ABC):
+    """A draft to be published. ``id`` names it to the user; ``is_head`` tells whether it is an EAGLE-3 head."""
+
+    id: str
+    is_head: bool
+    words: str
+
+    def write(self, folder: Path, kind: Kind, encoding: str) -> Path:
+        """Write it in the server's format, once. Other pairs, whose drafts have the same ids, may use the same
+        ``folder``. Raises AdaptiveError if it cannot be written."""
+        from adaptive.upstream.publishing import takes_gguf
+
+        gguf = takes_gguf(kind)
+        name = self._name() + (f"-{encoding}.gguf" if gguf else "")
+        path, part = folder / name, folder / f".{name}.part"
+        if path.exists():
+            return path
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _discard(part)
+            self._write(part, encoding if gguf else None)
+            os.replace(part, path)
+        except OSError as error:
+            raise AdaptiveError(
+                f"{path} cannot be written ({error.strerror}); choose another folder with --to"
+            ) from error
+        finally:
+            _discard(part)
+        return path
+
+    @abstractmethod
+    def _name(self) -> str:
+        """A name that tells it apart by its weights."""
+
+    @abstractmethod
+    def _write(self, part: Path, encoding: str | None) -> None:
+        """Write a GGUF file with ``encoding``, or a folder without one."""
+
+    @abstractmethod
+    def replays(self, *sets: Sequence[Example]) -> list[list[Replay]]:
+        """Its replays of each of some sets of answers."""
+
+
+class AdaptedDraft(Published):
+    """The draft model with the adapter in use merged into it. Raises AdaptiveError if there is none."""
+
+    is_head = False
+
+    def __init__(self, settings: Settings, store: AdapterStore) -> None:
+        current = store.current_id()
+        if current is None:
+            raise AdaptiveError(
+                "no adapter is in use; `adaptive distill` trains one from the log, `adapters promote` takes one"
+            )
+        self.manifest = store.verify(current)
+        if self.manifest.kind == "head":
+            raise AdaptiveError(
+                f"adapter {self.manifest.id} is a head of a form that other servers do not run; `adaptive head FOLDER` "
+                "grows one for them, which --head FOLDER publishes"
+            )
+        self.id, self.words = self.manifest.id, f"adapter {self.manifest.id}"
+        self._settings, self._adapter = settings, store.path(current)
+
+    def _name(self) -> str:
+        return f"draft-{self.id}-{digest(self.manifest)}"
+
+    def _write(self, part: Path, encoding: str | None) -> None:
+        from cli.adapters import model_of, write_merged
+        from cli.export import write_checkpoint
+
+        if encoding is not None:
+            source = model_of(self._settings, self.manifest)
+            write_checkpoint(source, self._adapter, part, encoding, self._settings)
+        else:
+            write_merged(self._settings, self._adapter, self.manifest, part, force=False)
+
+    def replays(self, *sets: Sequence[Example]) -> list[list[Replay]]:
+        """See the base."""
+        import torch
+
+        from adaptive.engines.hf.lora import MergedAdapter
+        from adaptive.engines.load import load_model, weights_progress
+        from cli.adapters import model_of
+        from trainers.replay import replay
+
+        source = dataclasses.replace(model_of(self._settings, self.manifest), quantize="none")
+        with weights_progress(lambda share: None):
+            model = load_model(source, self._settings, "cpu", torch.float32)
+        MergedAdapter(model).apply(self._adapter)
+        return [replay(model, one) if one else [] for one in sets]
+
+
+class PublishedHead(Published):
+    """The EAGLE-3 head in ``folder``. Raises AdaptiveError if it is none."""
+
+    is_head = True
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        from adaptive.engines.head.kinds import HeadKind, head_kind
+        from adaptive.engines.identity import weights_hash
+
+        if not folder.is_dir() or head_kind(folder) is not HeadKind.EAGLE3:
+            raise AdaptiveError(f"--head {folder} is no EAGLE-3 head; `adaptive head FOLDER` grows one on the log")
+        self.folder, self._settings = folder, settings
+        self.id = self.words = f"head {folder.name} {weights_hash(folder)[:8]}"
+
+    def _name(self) -> str:
+        return self.id.replace(" ", "-")
+
+    def _write(self, part: Path, encoding: str | None) -> None:
+        from adaptive.engines.head.speculators import write_speculators
+        from adaptive.pair import sources
+        from cli.export import write_eagle_gguf
+
+        target, _ = sources(self._settings)
+        if encoding is not None:
+            write_eagle_gguf(self._settings, target, self.folder, None, part, encoding)
+        else:
+            write_speculators(self.folder, target.folder, target.id, part)
+
+    def replays(self, *sets: Sequence[Example]) -> list[list[Replay]]:
+        """See the base. Of each set the newest ANSWERS are replayed."""
+        import torch
+
+        from adaptive.engines.head.eagle import Eagle3Head
+        from adaptive.engines.head.parts import shared_of_model
+        from adaptive.engines.load import load_model, weights_progress
+        from adaptive.machine import memory
+        from adaptive.pair import sources
+        from trainers.batches import longest_text
+        from trainers.heads import replay_head
+        from trainers.states import States, with_states
+
+        source, _ = sources(self._settings)
+        with weights_progress(lambda share: None):
+            target = load_model(source, self._settings, "cpu")
+        head = Eagle3Head(shared_of_model(target), self.folder, torch.float32).eval()
+        states = States(target, head.taps)
+        most = int(OF_FREE * memory().available / max(1, len(sets)))
+        known = (with_states(one[-ANSWERS:], states, longest_text(target), most) for one in sets)
+        return [replay_head(head, one, STEPS) if one else [] for one in known]
+
+
+def digest(manifest: Manifest) -> str:
+    """Eight hexadecimal digits that tell apart adapters of one id, by their weights and those of their draft."""
+    whole = json.dumps([manifest.base.weights, sorted(manifest.files.items())])
+    return hashlib.sha256(whole.encode()).hexdigest()[:8]
+
+
+def _discard(part: Path) -> None:
+    """Delete an unfinished file or folder, if there is one."""
+    shutil.rmtree(part, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        part.unlink(missing_ok=True)
