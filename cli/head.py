@@ -17,6 +17,7 @@ from cli.waiting import wait
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from transformers import PreTrainedModel
 
     from adaptive.pair import Source
     from adaptive.settings import Settings
@@ -82,13 +83,12 @@ def _grow(settings: Settings, folder: Path, recipe: Recipe, console: Console) ->
     """Read the log, load the target, and grow the head, with a progress bar on ``console``. Raises AdaptiveError and
     Stopped."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as in ``cli.distill.run``
-    from adaptive.engines.load import load_model, weights_progress
+    from adaptive.engines.load import load_model, read_config, weights_progress
     from adaptive.machine import memory
     from adaptive.pair import pair_identity, sources
     from adaptive.state import open_state
     from cli.distill import progress_bar, stoppable
-    from trainers.batches import longest_output
-    from trainers.dataset import read_log
+    from trainers.batches import output_limit
     from trainers.eagle import grow
     from trainers.sets import gather
 
@@ -100,14 +100,16 @@ def _grow(settings: Settings, folder: Path, recipe: Recipe, console: Console) ->
         )
     identity = pair_identity(settings)
     state = open_state(settings.state_dir, identity.id)
-    if not state.records.exists():
-        read_log(state.records, recipe.buffer)  # says that there is none, before the target is loaded
-    with console.status("loading the target"), weights_progress(lambda share: None):
-        model = load_model(target, settings, settings.device)
-    sets, _ = gather(state.records, None, None, recipe, identity.base, longest_output(model), None)
+    limit = output_limit(read_config(target, settings))
+    sets, _ = gather(state.records, None, None, recipe, identity.base, limit, None)
+
+    def load() -> PreTrainedModel:
+        with weights_progress(lambda share: None):
+            return load_model(target, settings, settings.device)
+
     with stoppable() as should_stop, progress_bar(console, "growing a head") as report:
         most = int(OF_FREE * memory().available)
-        return target, grow(model, target.id, sets, recipe, folder, most, report, should_stop)
+        return target, grow(load, target.id, sets, recipe, folder, most, report, should_stop)
 
 
 def _as_object(folder: Path, grown: Grown) -> dict[str, Any]:

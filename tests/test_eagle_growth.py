@@ -103,7 +103,7 @@ def test_a_head_starts_as_the_fitted_map_and_learns(target: LlamaForCausalLM, lo
     mixed = {**start.tensors, "layers.0.self_attn.v_proj.weight": value.roll(1, dims=0)}
     assert first > accepted(head_of(target, EagleStart(mixed, start.layer, start.taps), tmp_path / "mixed")) + 0.05
     told: list[Progress] = []
-    grown = grow(target, "target", sets, SHORT, tmp_path / "head", ENOUGH, told.append)
+    grown = grow(lambda: target, "target", sets, SHORT, tmp_path / "head", ENOUGH, told.append)
     assert grown.figures is not None
     assert grown.figures.acceptance_after.mean > first
     assert grown.figures.gain.low > 0
@@ -120,7 +120,7 @@ def test_a_head_that_is_stopped_before_it_was_judged_is_nothing(
     target: LlamaForCausalLM, log: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(Stopped):
-        grow(target, "target", sets_of(log), SHORT, tmp_path / "head", ENOUGH, should_stop=lambda: True)
+        grow(lambda: target, "target", sets_of(log), SHORT, tmp_path / "head", ENOUGH, should_stop=lambda: True)
     assert not (tmp_path / "head").exists()
 
 
@@ -164,7 +164,7 @@ def test_other_families_grow_one_too(kind: str, tmp_path: Path) -> None:
         for one in speak(model, 60, SamplingParams(temperature=0.7)):
             writer.write(one)
         assert writer.flush()
-    grown = grow(model, "x", sets_of(tmp_path / "records.db"), SHORT, tmp_path / "head", ENOUGH)
+    grown = grow(lambda: model, "x", sets_of(tmp_path / "records.db"), SHORT, tmp_path / "head", ENOUGH)
     assert grown.figures is not None
     norm = model.get_decoder().norm
     effective = load_file(tmp_path / "head" / "model.safetensors")["norm.weight"]

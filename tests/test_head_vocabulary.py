@@ -267,6 +267,7 @@ def wide_target(folder: Path, vocab: int) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_a_training_run_chooses_one_and_the_gate_judges_with_it(tmp_path: Path) -> None:
     vocab = 12_000
     spool = keep(tmp_path, speak(target(), 100, SamplingParams(temperature=0.7)))

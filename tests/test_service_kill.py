@@ -130,6 +130,7 @@ def test_twenty_kills_of_the_trainer_and_of_the_server_lose_nothing(tmp_path: Pa
         assert last.stop() == 0
 
 
+@pytest.mark.thorough
 def test_a_server_that_is_still_loading_ends_when_it_is_told_twice(tmp_path: Path) -> None:
     server = Server(tmp_path / "home")
     try:

@@ -168,6 +168,7 @@ def test_killed_before_each_single_change_the_store_is_valid(
     assert number > 3
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("name", ["0001", "0004"])
 def test_a_promotion_that_is_killed_leaves_a_store_that_tells_what_a_garbled_current_named(
@@ -251,6 +252,7 @@ def test_without_a_file_descriptor_at_any_single_read_no_other_adapter_comes_int
     assert number > 5
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_prune_that_is_killed_loses_no_training_seconds(tmp_path: Path) -> None:
     store, judged = AdapterStore(tmp_path / "whole"), HeldOut(10, 900, 4, *[Interval(0.5, 0.4, 0.6)] * 5)

@@ -85,6 +85,7 @@ def test_biases_and_a_file_that_is_there_already(tmp_path: Path, own_home: Path)
         assert torch.equal(same, right)
 
 
+@pytest.mark.thorough
 def test_answers_are_those_of_the_target_in_memory_with_chains_and_trees(adaptive: Command) -> None:
     def say(*options: str) -> list[int]:
         given = ("generate", "The old", "--json", "--temperature", "0", "--dtype", "float32", "--max-new-tokens", "40")

@@ -165,6 +165,7 @@ def test_greedy_records_teach_the_draft_too(tmp_path: Path) -> None:
     assert outcome.verdict.recent.gain.mean > 0.05, outcome.message
 
 
+@pytest.mark.thorough
 def test_a_second_round_is_judged_against_the_adapter_in_use(
     tmp_path: Path, log: Path, spoken: list[Generation]
 ) -> None:
@@ -191,6 +192,7 @@ def test_a_better_recipe_on_the_same_records_is_judged_on_all_that_was_held_out(
     assert longer.verdict.promote, longer.message
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("tokens", "apart"), [(8, False), (40, True)])
 def test_new_answers_too_short_to_judge_by_are_judged_together_with_the_old(
     tmp_path: Path, log: Path, tokens: int, apart: bool
@@ -283,6 +285,7 @@ def test_equal_seeds_give_equal_adapters(tmp_path: Path, log: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.thorough
 def test_force_promotes_and_never_leaves_a_candidate(tmp_path: Path, log: Path) -> None:
     store = AdapterStore(tmp_path / "adapters")
     quick = Recipe(**{**SHORT.to_json(), "epochs": 6})

@@ -90,6 +90,7 @@ def test_it_reports_figures_and_the_next_command(
     assert "Next: adaptive" in spoken.output
 
 
+@pytest.mark.thorough
 def test_it_says_when_the_training_is_paid_back(pair: list[str], own_home: Path) -> None:
     state = open_state(own_home, pair_identity(Settings(target=pair[1], draft=pair[3], home=own_home)).id)
     write_log(state.records, speak(target(), 80, SamplingParams(temperature=0.7)))
@@ -107,6 +108,7 @@ def test_it_says_when_the_training_is_paid_back(pair: list[str], own_home: Path)
             assert "of training are saved again after" in " ".join(found.output.split())
 
 
+@pytest.mark.thorough
 def test_compare_trains_rivals_and_shows_the_gate_the_best(pair: list[str], own_home: Path) -> None:
     state = open_state(own_home, pair_identity(Settings(target=pair[1], draft=pair[3], home=own_home)).id)
     write_log(state.records, speak(target(), 80, SamplingParams(temperature=0.7)))
@@ -120,6 +122,7 @@ def test_compare_trains_rivals_and_shows_the_gate_the_best(pair: list[str], own_
     assert outcome["verdict"] is not None
 
 
+@pytest.mark.thorough
 def test_how_much_of_the_log_is_learned_from_can_be_said(pair: list[str], own_home: Path) -> None:
     state = open_state(own_home, pair_identity(Settings(target=pair[1], draft=pair[3], home=own_home)).id)
     write_log(state.records, speak(target(), 80, SamplingParams(temperature=0.7)))

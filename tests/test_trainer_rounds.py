@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from test_trainer import BASE, SHORT, config, log, small_draft, speak, spoken, target, write_log  # noqa: F401
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -17,6 +18,7 @@ from trainers.run import _streak, distill
 from trainers.sets import gather
 
 
+@pytest.mark.thorough
 def test_a_verdict_on_a_draft_that_is_no_longer_in_use_promotes_nothing(tmp_path: Path, log: Path) -> None:  # noqa: F811
     store = AdapterStore(tmp_path / "adapters")
     first = distill(log, store, BASE, small_draft(), SHORT, promotion="never")
@@ -35,6 +37,7 @@ def test_a_verdict_on_a_draft_that_is_no_longer_in_use_promotes_nothing(tmp_path
     assert store.current_id() == "0001"
 
 
+@pytest.mark.thorough
 def test_a_candidate_that_was_not_judged_makes_the_next_no_harder(tmp_path: Path, log: Path) -> None:  # noqa: F811
     store, asked = AdapterStore(tmp_path / "adapters"), 0
 

@@ -21,15 +21,18 @@ import openai
 import pytest
 import torch
 from conftest import BUNDLED
+from foreign_heads import save_eagle, save_eagle_target
 from test_upstream_learn import Learning, learning_at
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from upstream_server import until
 
 from adaptive.records.log import Log
+from adaptive.settings import load_settings
 from adaptive.types import Generation
 from adaptive.upstream.kinds import LLAMA_SERVER
 from adaptive.upstream.measure import find_kind, measure
 from cli.answered import answered_examples, expected_acceptance
+from cli.published import PublishedHead
 from trainers.replay import replay
 
 PROGRAM = os.environ.get("LLAMA_SERVER") or shutil.which("llama-server")
@@ -164,6 +167,31 @@ def test_answers_with_a_draft_are_logged_whole_and_without_supervision(
         assert generation.supervision is None
         assert tokenizer.decode(generation.output, skip_special_tokens=True) == generation.text
         assert len(generation.output) in (TOKENS, TOKENS - 1) or generation.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("few", [4096, 3000], ids=["all-tokens", "draft-vocabulary"])
+def test_an_eagle_head_drafts_there_as_replay_predicts(few: int, tmp_path: Path, prompts: list[str]) -> None:
+    target = save_eagle_target(tmp_path / "target")
+    head = save_eagle(target, tmp_path / "head", "specforge", few=few)
+    pair = ("--target", str(target), "--draft", str(head))
+    for command in (
+        ("export", str(tmp_path), "--encoding", "f32", "--target", str(target), "--draft", "none"),
+        ("adapters", "export", "draft", str(tmp_path / "head.gguf"), "--format", "gguf", "--encoding", "f32", *pair),
+    ):
+        subprocess.run([sys.executable, "-m", "cli.main", *command], check=True)
+    settings = load_settings({"target": str(target), "draft": str(head), "dtype": "float32", "device": "cpu"})
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    texts = [tokenizer.encode(prompt) for prompt in prompts[:6]]
+    draft = ("--spec-type", "draft-eagle3", "--spec-draft-model", str(tmp_path / "head.gguf"))
+    with llama_server(tmp_path, *draft, "--spec-draft-n-max", "3") as url:
+        measured = measure(url, None, texts, 60)
+    known = answered_examples(tokenizer, texts, measured)
+    assert len(known) >= 3
+    (replayed,) = PublishedHead(settings, head).replays(known)
+    expected = expected_acceptance(replayed, 3, LLAMA_SERVER, 60)
+    assert expected is not None
+    assert 0.1 < expected < 0.9
+    assert measured.acceptance == pytest.approx(expected, abs=0.03)
 
 
 @pytest.fixture(scope="module")

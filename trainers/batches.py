@@ -44,14 +44,22 @@ class Batch:
 def longest_text(model: torch.nn.Module | HeadModule) -> int:
     """Tokens of a generation that are used; prompts are cut from the left. The smaller of the model's context and of
     PASS_TOKENS, so that the memory of a pass is bounded."""
-    config: Any = model.config
+    return text_limit(model.config)
+
+
+def text_limit(config: Any) -> int:
+    """``longest_text`` of a model with this ``config``."""
     return min(int(getattr(config.get_text_config(), "max_position_embeddings", None) or PASS_TOKENS), PASS_TOKENS)
 
 
 def longest_output(model: torch.nn.Module | HeadModule) -> int:
     """Tokens of an answer that are used: half of ``longest_text``, or less if the vocabulary is large."""
-    config: Any = model.config
-    return max(2, min(longest_text(model) // 2, LARGEST_PASS * PASS_LOGITS // int(config.get_text_config().vocab_size)))
+    return output_limit(model.config)
+
+
+def output_limit(config: Any) -> int:
+    """``longest_output`` of a model with this ``config``."""
+    return max(2, min(text_limit(config) // 2, LARGEST_PASS * PASS_LOGITS // int(config.get_text_config().vocab_size)))
 
 
 def collate(examples: Sequence[Example], limit: int, device: torch.device) -> Batch:

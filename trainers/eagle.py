@@ -15,6 +15,7 @@ states. Out: tensors and config of a head in the format of the speculators libra
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -245,7 +246,7 @@ class Grown:
 
 
 def grow(
-    target: PreTrainedModel,
+    load: Callable[[], PreTrainedModel],
     name: str,
     sets: Sets,
     recipe: Recipe,
@@ -254,13 +255,14 @@ def grow(
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Grown:
-    """Grow a head on ``target``, which is called ``name``, from the examples of ``sets``, and write it into ``folder``.
-    ``target`` may be freed by the caller once it has returned. States of the newest texts are used, as many as
-    ``most_bytes`` hold.
+    """Grow a head on the target that ``load`` returns and that is called ``name``, from the examples of ``sets``, and
+    write it into ``folder``. States of the newest texts are used, as many as ``most_bytes`` hold. Once these are
+    computed, the target is freed but for its embedding and projection.
 
     Raises AdaptiveError if no head can be grown on this target, and Stopped if ``should_stop`` returns True before the
     first weights were judged; nothing is written then.
     """
+    target = load()
     longest = longest_text(target)
     start = start_of(target, sets.train, longest)
     states = States(target, start.taps)
@@ -278,7 +280,10 @@ def grow(
         tensors["d2t"] = ids - torch.arange(len(ids))
     said = EagleConfig(None, count, count if ids is None else len(ids), width, start.taps, True, False)
     save(folder, tensors, said, start.layer, name, target.config.architectures)
-    head = Eagle3Head(shared_of_model(target), folder, torch.float32)
+    shared = shared_of_model(target)
+    del target, states
+    gc.collect()  # hooks and modules refer to each other
+    head = Eagle3Head(shared, folder, torch.float32)
     student = EagleStudent(head, recipe)
     result = fit(student, train, lambda: acceptance_rate(student.replay(validation)), recipe, on_progress, should_stop)
     if result.best is None:
