@@ -129,7 +129,7 @@ def distill(
     asked = None if prompts is None else _prompts(prompts)
     if asked is not None and records is None:
         recipe = replace(recipe, buffer=max(recipe.buffer, len(asked)))
-    extra = None if data is None else _chats(settings, data)
+    extra = None if data is None else chats_of(settings, data)
     from cli.answer import answers_logged
 
     with nullcontext() if asked is None else answers_logged(settings, asked, console):
@@ -214,7 +214,8 @@ def _prompts(file: Path) -> list[PromptLine]:
     return read_prompts(file)
 
 
-def _chats(settings: Settings, file: Path) -> Dataset:
+def chats_of(settings: Settings, file: Path) -> Dataset:
+    """The chats in ``file``, as rows to train on. Raises AdaptiveError."""
     from adaptive.pair import load_tokenizer, sources
     from trainers.chats import end_tokens, read_chats
 

@@ -32,6 +32,9 @@ OF_FREE = 0.4
 def head(
     settings: Settings,
     folder: Annotated[Path, typer.Argument(help="Where the head goes.")],
+    data: Annotated[
+        Optional[Path], typer.Option(help="Learn from chat messages too: JSON lines of messages.", metavar="FILE")
+    ] = None,
     records: Annotated[Optional[int], typer.Option(help="Newest generations to learn from; 2,000 by default.")] = None,
     epochs: Annotated[Optional[float], typer.Option(help="Times over the training set, at most.")] = None,
     max_seconds: Annotated[Optional[float], typer.Option(help="Seconds of training, at most.")] = None,
@@ -47,6 +50,8 @@ def head(
     Example: adaptive head my-head
 
     Example: adaptive head my-head --target ./my-target --draft none --max-seconds 600
+
+    Example: adaptive head my-head --target ./my-target --data chats.jsonl
     """
     wait(spins=0)
     from rich.console import Console
@@ -67,7 +72,7 @@ def head(
     recipe = Recipe(**{name: value for name, value in asked.items() if value is not None})
     console = Console(stderr=as_json, highlight=False)
     try:
-        target, grown = _grow(settings, folder, recipe, console)
+        target, grown = _grow(settings, folder, recipe, data, console)
     except Stopped:
         console.print("stopped before any weights were judged; nothing was written")
         raise typer.Exit(130) from None
@@ -79,15 +84,17 @@ def head(
         raise typer.Exit(130)
 
 
-def _grow(settings: Settings, folder: Path, recipe: Recipe, console: Console) -> tuple[Source, Grown]:
-    """Read the log, load the target, and grow the head, with a progress bar on ``console``. Raises AdaptiveError and
-    Stopped."""
+def _grow(
+    settings: Settings, folder: Path, recipe: Recipe, data: Path | None, console: Console
+) -> tuple[Source, Grown]:
+    """Read the log and the ``data``, load the target, and grow the head, with a progress bar on ``console``. Raises
+    AdaptiveError and Stopped."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as in ``cli.distill.run``
     from adaptive.engines.load import load_model, read_config, weights_progress
     from adaptive.machine import memory
     from adaptive.pair import pair_identity, sources
     from adaptive.state import open_state
-    from cli.distill import progress_bar, stoppable
+    from cli.distill import chats_of, progress_bar, stoppable
     from trainers.batches import output_limit
     from trainers.eagle import grow
     from trainers.sets import gather
@@ -101,7 +108,8 @@ def _grow(settings: Settings, folder: Path, recipe: Recipe, console: Console) ->
     identity = pair_identity(settings)
     state = open_state(settings.state_dir, identity.id)
     limit = output_limit(read_config(target, settings))
-    sets, _ = gather(state.records, None, None, recipe, identity.base, limit, None)
+    extra = None if data is None else chats_of(settings, data)
+    sets, _ = gather(state.records, extra, None, recipe, identity.base, limit, None)
 
     def load() -> PreTrainedModel:
         with weights_progress(lambda share: None):

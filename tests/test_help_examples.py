@@ -34,8 +34,8 @@ EXAMPLES = [
 # Commands that train or measure for a minute or more, or load a pair in their own process; other tests run them with
 # options that take less time.
 LONG = (
-    "adaptive demo", "adaptive bench", "adaptive calibrate", "adaptive distill", "adaptive serve", "adaptive learn",
-    "adaptive draft-server",
+    "adaptive demo", "adaptive bench", "adaptive calibrate", "adaptive distill", "adaptive head", "adaptive serve",
+    "adaptive learn", "adaptive draft-server",
 )  # fmt: skip
 CHATS = ("adaptive chat", "git diff | adaptive chat", "adaptive generate --prompts")
 # Commands that run until they are stopped, and what they print once they serve.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -21,7 +22,6 @@ import openai
 import pytest
 import torch
 from conftest import BUNDLED
-from foreign_heads import save_eagle, save_eagle_target
 from test_upstream_learn import Learning, learning_at
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from upstream_server import until
@@ -169,24 +169,40 @@ def test_answers_with_a_draft_are_logged_whole_and_without_supervision(
         assert len(generation.output) in (TOKENS, TOKENS - 1) or generation.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("few", [4096, 3000], ids=["all-tokens", "draft-vocabulary"])
-def test_an_eagle_head_drafts_there_as_replay_predicts(few: int, tmp_path: Path, prompts: list[str]) -> None:
-    target = save_eagle_target(tmp_path / "target")
-    head = save_eagle(target, tmp_path / "head", "specforge", few=few)
-    pair = ("--target", str(target), "--draft", str(head))
+def test_a_head_that_was_grown_here_drafts_there_as_replay_predicts(
+    folder: Path, tmp_path: Path, prompts: list[str]
+) -> None:
+    lines = (BUNDLED / "prompts" / "tools.jsonl").read_text(encoding="utf-8").splitlines()
+    asked = tmp_path / "prompts.jsonl"
+    asked.write_text("\n".join(lines[:80]), encoding="utf-8")
+    target, head, file = str(BUNDLED / "target"), tmp_path / "head", tmp_path / "head.gguf"
+    pair, exact = ("--target", target, "--state-dir", str(tmp_path / "state")), ("--dtype", "float32")
     for command in (
-        ("export", str(tmp_path), "--encoding", "f32", "--target", str(target), "--draft", "none"),
-        ("adapters", "export", "draft", str(tmp_path / "head.gguf"), "--format", "gguf", "--encoding", "f32", *pair),
+        (
+            "generate",
+            "--prompts",
+            str(asked),
+            "--temperature",
+            "0.7",
+            "--max-new-tokens",
+            "48",
+            "--draft",
+            "none",
+            *exact,
+        ),
+        ("head", str(head), "--epochs", "2", "--draft", "none", *exact),
+        ("adapters", "export", "draft", str(file), "--format", "gguf", "--encoding", "f32", "--draft", str(head)),
     ):
-        subprocess.run([sys.executable, "-m", "cli.main", *command], check=True)
-    settings = load_settings({"target": str(target), "draft": str(head), "dtype": "float32", "device": "cpu"})
+        subprocess.run([sys.executable, "-m", "cli.main", *command, *pair], check=True)
+    settings = load_settings({"target": target, "draft": str(head), "dtype": "float32", "device": "cpu"})
     tokenizer = AutoTokenizer.from_pretrained(target)
-    texts = [tokenizer.encode(prompt) for prompt in prompts[:6]]
-    draft = ("--spec-type", "draft-eagle3", "--spec-draft-model", str(tmp_path / "head.gguf"))
-    with llama_server(tmp_path, *draft, "--spec-draft-n-max", "3") as url:
+    chats = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in lines[80:96]]
+    texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    draft = ("--spec-type", "draft-eagle3", "--spec-draft-model", str(file))
+    with llama_server(folder, *draft, "--spec-draft-n-max", "3") as url:
         measured = measure(url, None, texts, 60)
     known = answered_examples(tokenizer, texts, measured)
-    assert len(known) >= 3
+    assert len(known) >= 8
     (replayed,) = PublishedHead(settings, head).replays(known)
     expected = expected_acceptance(replayed, 3, LLAMA_SERVER, 60)
     assert expected is not None
