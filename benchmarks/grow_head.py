@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -124,6 +125,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, required=True, help="folder for the target's answers, made once")
     parser.add_argument("--kind", default="math")
     parser.add_argument("--generations", default="100,300,1000")
+    parser.add_argument("--then", metavar="KIND:N", help="at last N of another kind; the log then holds both")
     parser.add_argument("--answers", type=int, default=4, help="answers to each prompt, with different seeds")
     parser.add_argument("--set-aside", type=int, default=64, help="prompts that never come")
     parser.add_argument("--temperature", type=float, default=0.7)
@@ -143,14 +145,24 @@ def main() -> None:
     settings = Settings(device="cpu", max_new_tokens=args.max_new_tokens)
     target = sources(settings)[0].folder
     numbers = [int(part) for part in args.generations.split(",")]
-    answers = answers_of(args.kind, settings, args.prompts, args.cache, args.temperature, args.answers)
-    given = stream(f"stationary:{args.kind}", {args.kind: answers}, numbers[-1], args.set_aside, args.seed)
-    folder = folder_of(args.kind, settings, args.prompts, args.cache, args.temperature)
-    said, held = (
-        with_features(as_examples(generations), folder, str(target), args.exact)
-        for generations in (given.generations, given.held_out[args.kind])
-    )
-    repeated = _repeated(given.held_out[args.kind])
+
+    def examples_of(kind: str, count: int) -> tuple[list[Example], list[Example], float]:
+        """What is learned from, what is held out, and the share of its 8-grams that are repeated."""
+        answers = answers_of(kind, settings, args.prompts, args.cache, args.temperature, args.answers)
+        given = stream(f"stationary:{kind}", {kind: answers}, count, args.set_aside, args.seed)
+        folder = folder_of(kind, settings, args.prompts, args.cache, args.temperature)
+        sets = (
+            with_features(as_examples(g), folder, str(target), args.exact)
+            for g in (given.generations, given.held_out[kind])
+        )
+        return (*sets, _repeated(given.held_out[kind]))
+
+    said, held, repeated = examples_of(args.kind, numbers[-1])
+    later: list[Example] = []
+    if args.then is not None:
+        other, _, count = args.then.partition(":")
+        later, later_held, _ = examples_of(other, int(count))
+        numbers.append(len(said) + len(later))
     runs = [("head", text) for text in args.head or [""]] + [("draft", text) for text in args.draft or [""]]
     for who, text in runs:
         if text == "none":
@@ -165,7 +177,10 @@ def main() -> None:
             else:
                 student = Draft(lora.attach(load_draft_for_training(settings), recipe))
             keep = args.keep / f"{who}-{args.kind}-{number}" if args.keep else None
-            figures = grown(student, said[:number], held, recipe, keep)
+            now = said[:number]
+            if number > len(said):  # both kinds, also in the tenth by which the weights are chosen
+                now = random.Random(args.seed).sample(said + later, number)
+            figures = grown(student, now, held, recipe, keep)
             line = {"who": who, "recipe": text, "kind": args.kind, "generations": number, "seed": args.seed} | figures
             steps = " ".join(f"{a:.3f}" for a in figures["by_step"])
             print(
@@ -174,6 +189,14 @@ def main() -> None:
                 f"{figures['steps']}; {repeated:.1%} of 8-grams repeated",
                 flush=True,
             )
+            if number > len(said):
+                other_replays = student.replay(later_held)
+                line |= {"then": args.then, "other_acceptance": acceptance_rate(other_replays)}
+                print(
+                    f"  on {args.then}: acceptance {acceptance_rate(other_replays):.3f}, "
+                    f"{mean_acceptance_length(other_replays, LENGTH):.2f} tokens a round",
+                    flush=True,
+                )
             if args.json:
                 with args.json.open("a") as file:
                     file.write(json.dumps(line) + "\n")
