@@ -44,11 +44,19 @@ def answers_logged(settings: Settings, prompts: Sequence[PromptLine], console: C
     from adaptive.state import open_state
 
     state = open_state(settings.state_dir, pair_identity(settings).id)
-    left = _unanswered(state, prompts, _begin(state, settings, prompts))
+    after = _begin(state, settings, prompts)
+    left = _unanswered(state, prompts, after)
     if len(left) < len(prompts):
         console.print(f"going on: {len(prompts) - len(left)} of {counted(len(prompts), 'prompt')} were answered before")
-    if left:
-        _answer(settings, left, len(prompts) - len(left), console)
+    try:
+        _answer(settings, left, console)
+    except KeyboardInterrupt:
+        answered = len(prompts) - len(_unanswered(state, prompts, after))
+        console.print(
+            f"interrupted: {answered} of {counted(len(prompts), 'prompt')} are answered; the same command again goes "
+            "on with the others"
+        )
+        raise
     try:
         yield
     except AdaptiveError:
@@ -94,8 +102,10 @@ def _unanswered(state: PairState, prompts: Sequence[PromptLine], after: int) -> 
     return left
 
 
-def _answer(settings: Settings, prompts: Sequence[PromptLine], before: int, console: Console) -> None:
-    """Answer these prompts; ``before`` others were answered before an interruption."""
+def _answer(settings: Settings, prompts: Sequence[PromptLine], console: Console) -> None:
+    """Answer these prompts, if there are any."""
+    if not prompts:
+        return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from cli.opened import open_pair
@@ -115,24 +125,16 @@ def _answer(settings: Settings, prompts: Sequence[PromptLine], before: int, cons
             TextColumn("{task.fields[speed]}"),
             TimeRemainingColumn(),
         )
-        answered, tokens, seconds = 0, 0, 0.0
-        try:
-            with Progress(*columns, console=console, transient=True) as progress:
-                task = progress.add_task("", total=len(prompts), speed="")
-                for prompt in prompts:
-                    # Closed, so that an answer that is stopped is logged, too.
-                    with contextlib.closing(session.assistant.chat(prompt.messages, sampling, stop)) as steps:  # type: ignore[type-var]
-                        for _ in steps:
-                            pass
-                    done = session.assistant.last
-                    assert done is not None
-                    answered += 1
-                    tokens, seconds = tokens + len(done.output), seconds + done.timings.predicted_s
-                    progress.update(task, advance=1, speed=f"{tokens / max(seconds, 1e-9):.0f} tokens/s")
-        except KeyboardInterrupt:
-            console.print(
-                f"interrupted: {before + answered} of {counted(before + len(prompts), 'prompt')} are answered; the "
-                "same command again goes on with the others"
-            )
-            raise
+        tokens, seconds = 0, 0.0
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("", total=len(prompts), speed="")
+            for prompt in prompts:
+                # Closed, so that an answer that is stopped is logged, too.
+                with contextlib.closing(session.assistant.chat(prompt.messages, sampling, stop)) as steps:  # type: ignore[type-var]
+                    for _ in steps:
+                        pass
+                done = session.assistant.last
+                assert done is not None
+                tokens, seconds = tokens + len(done.output), seconds + done.timings.predicted_s
+                progress.update(task, advance=1, speed=f"{tokens / max(seconds, 1e-9):.0f} tokens/s")
     console.print(f"answered {counted(len(prompts), 'prompt')}, {counted(tokens, 'token')}")

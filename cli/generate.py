@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -99,8 +101,10 @@ def generate(
                     steps = session.assistant.complete(one.messages[-1].content, sampling, limits, **given)
                 else:
                     steps = session.assistant.chat(one.messages, sampling, limits, **given)
-                _answer(one, session.assistant, steps, as_json, console)
-                done += 1
+                _decode(steps, as_json)
+                with _uninterrupted():  # or an answer would be written and not counted
+                    _finish(one, session.assistant, as_json, console)
+                    done += 1
         except KeyboardInterrupt:
             if prompts is not None:
                 said = f"interrupted: {done} of {counted(len(asked), 'prompt')} are answered"
@@ -108,14 +112,35 @@ def generate(
             raise
 
 
-def _answer(prompt: PromptLine, assistant: Assistant, steps: Iterator[Step], as_json: bool, console: Console) -> None:
-    """Write one answer as it is decoded, or its JSON object; it is in the log before it is shown as done."""
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A ctrl-C within the block raises KeyboardInterrupt at its end."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        raise KeyboardInterrupt
+
+
+def _decode(steps: Iterator[Step], as_json: bool) -> None:
+    """Decode one answer. Without ``as_json`` its text is written meanwhile."""
     with contextlib.closing(steps):  # type: ignore[type-var]  # an answer that is stopped is logged, too
         if as_json:
             for _ in steps:
                 pass
         else:
             show(steps)
+
+
+def _finish(prompt: PromptLine, assistant: Assistant, as_json: bool, console: Console) -> None:
+    """Write an answer's figures or its JSON object; it is in the log before."""
     keep(assistant)
     if as_json:
         print(json.dumps(as_object(prompt, assistant), ensure_ascii=False), flush=True)

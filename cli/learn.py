@@ -81,7 +81,7 @@ def learn(
     if draft is not None and draft.head is not None:
         raise AdaptiveError(
             f"the draft is {draft.head.words}, which learns from the target's hidden states, and a server does not say "
-            "them; name a draft model with --draft"
+            "them; name a draft model with --draft, or none, and grow a head on the log with `adaptive head`"
         )
     show_migrations()
     state = open_state(settings.state_dir, pair_identity(settings).id)

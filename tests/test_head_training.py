@@ -279,7 +279,7 @@ def test_features_that_begin_within_an_answer_are_not_learned_from(tmp_path: Pat
     begins = len(late.prompt) + 1
     for part in (slice(begins, None), slice(0, -4)):  # of a text whose end was rolled back
         gone = Features(part.start, states.values[part], states.scales[part])
-        late = replace(late, features=replace(late.features, held=gone))
+        late = replace(late, features=gone)
         assert [example.id for example in held([whole, late])] == [whole.id]
         with pytest.raises(LookupError, match="do not cover its output"):
             head_losses(head, [late], "auto", 1)

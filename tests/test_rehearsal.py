@@ -197,7 +197,7 @@ def test_a_run_that_is_stopped_while_the_draft_writes_leaves_no_adapter(tmp_path
     store = AdapterStore(tmp_path / "adapters")
     outcome = distill(log, store, BASE, small_draft(), SHORT, told.append, lambda: len(told) > 1, rehearsal=own)
     assert outcome.stopped
-    assert all(one.writing for one in told)
+    assert all(one.counted == "texts to keep" for one in told)
     assert not store.list()
     assert own.file.exists()
 

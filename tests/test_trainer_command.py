@@ -24,7 +24,7 @@ from adaptive.settings import Settings, load_settings
 from adaptive.state import open_state
 from adaptive.types import SamplingParams
 from checkpoints.store import AdapterStore
-from cli.distill import _chats
+from cli.distill import chats_of
 from cli.main import app
 from cli.options import PAIR, as_typed
 from trainers.chats import read_chats
@@ -206,7 +206,7 @@ def test_a_turn_ends_with_the_token_at_which_the_target_ends_it(
         (Path(pair[1]) / file).write_text(json.dumps(said))
     chat = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w3 w4"}]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}), encoding="utf-8")
-    (found,) = examples(_chats(Settings(target=pair[1], draft=pair[3]), tmp_path / "chats.jsonl"), 100)
+    (found,) = examples(chats_of(Settings(target=pair[1], draft=pair[3]), tmp_path / "chats.jsonl"), 100)
     assert words.decode(found.prompt) == f"<user> w1 <end> y {opens}"
     assert words.decode(found.output) == "w3 w4 <end>"
 
