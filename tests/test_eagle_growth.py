@@ -28,7 +28,7 @@ from trainers.fit import Progress
 from trainers.recipe import Recipe
 from trainers.replay import Stopped, acceptance_rate
 from trainers.sets import Sets, gather
-from trainers.states import States, with_states
+from trainers.states import States, narrowed, with_states
 
 SHORT = Recipe(epochs=5, evaluations=4, batch=16)
 ENOUGH = 1 << 30
@@ -70,6 +70,7 @@ def test_states_are_those_that_transformers_returns(target: LlamaForCausalLM, lo
     said = examples(read_log(log, 3), 64)
     states = States(target, (1, 2, 4))
     found = with_states(said, states, 64, ENOUGH)
+    states_of_first = states.of(torch.from_numpy(np.concatenate([said[0].prompt, said[0].output[:-1]])).long()).numpy()
     for example in found:
         text = torch.from_numpy(np.concatenate([example.prompt, example.output[:-1]])).long()
         seen: list[torch.Tensor] = []
@@ -83,6 +84,12 @@ def test_states_are_those_that_transformers_returns(target: LlamaForCausalLM, lo
         assert kept is not None
         assert example.covered(kept)
         np.testing.assert_allclose(kept.states(), wanted.numpy(), atol=float(wanted.abs().max()) / 100)
+    for width in (32, 64):  # half a block of numbers, and a whole one
+        part = narrowed(found[0], width).states()
+        assert part is not None
+        np.testing.assert_allclose(
+            part.states(), states_of_first[:, :width], atol=float(np.abs(states_of_first).max()) / 50
+        )
     each = found[0].features.nbytes  # type: ignore[union-attr]
     assert [e.id for e in with_states(said, states, 64, 2 * each)] == [e.id for e in said[-2:]]
     with pytest.raises(Stopped):
@@ -91,12 +98,12 @@ def test_states_are_those_that_transformers_returns(target: LlamaForCausalLM, lo
 
 def test_a_head_starts_as_the_fitted_map_and_learns(target: LlamaForCausalLM, log: Path, tmp_path: Path) -> None:
     """At the start it accepts what a linear map can know; with its value projection shuffled it accepts little."""
-    sets = sets_of(log)
-    start = start_of(target, sets.train, 64)
-    held = with_states(sets.gate, States(target, start.taps), 64, ENOUGH)
+    sets, taps = sets_of(log), taps_of(4)
+    start = start_of(target, with_states(sets.train, States(target, (*taps, 4)), 64, ENOUGH), taps)
+    held = with_states(sets.gate, States(target, taps), 64, ENOUGH)
 
     def accepted(head: Eagle3Head) -> float:
-        return acceptance_rate(EagleStudent(head, SHORT).replay(held))
+        return acceptance_rate(EagleStudent(head, SHORT, tmp_path).replay(held))
 
     first = accepted(head_of(target, start, tmp_path / "start"))
     value = start.tensors["layers.0.self_attn.v_proj.weight"]
@@ -110,7 +117,7 @@ def test_a_head_starts_as_the_fitted_map_and_learns(target: LlamaForCausalLM, lo
     assert len(grown.by_step) == SHORT.unroll or len(grown.by_step) == SHORT.draft_length
     assert {one.counted for one in told} == {"texts read", "steps"}
     assert max(one.step for one in told if one.counted == "texts read") == len(sets.train + sets.validation + sets.gate)
-    again = EagleStudent(Eagle3Head(shared_of_model(target), tmp_path / "head", torch.float32), SHORT)
+    again = EagleStudent(Eagle3Head(shared_of_model(target), tmp_path / "head", torch.float32), SHORT, tmp_path)
     assert acceptance_rate(again.replay(held)) == pytest.approx(grown.figures.acceptance_after.mean, abs=1e-3)
     own = load_file(tmp_path / "head" / "model.safetensors")
     torch.testing.assert_close(own["lm_head.weight"], target.lm_head.weight, rtol=0, atol=0)  # never trained
@@ -119,9 +126,25 @@ def test_a_head_starts_as_the_fitted_map_and_learns(target: LlamaForCausalLM, lo
 def test_a_head_that_is_stopped_before_it_was_judged_is_nothing(
     target: LlamaForCausalLM, log: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(Stopped):
-        grow(lambda: target, "target", sets_of(log), SHORT, tmp_path / "head", ENOUGH, should_stop=lambda: True)
-    assert not (tmp_path / "head").exists()
+    told: list[Progress] = []
+    for begun in (lambda: True, lambda: any(one.counted == "steps" for one in told)):
+        with pytest.raises(Stopped):
+            grow(lambda: target, "target", sets_of(log), SHORT, tmp_path / "head", ENOUGH, told.append, begun)
+        assert not (tmp_path / "head").exists()
+
+
+def test_a_head_that_is_stopped_later_is_kept_as_it_was_best(
+    target: LlamaForCausalLM, log: Path, tmp_path: Path
+) -> None:
+    told: list[Progress] = []
+
+    def judged() -> bool:
+        return any(one.held_out_acceptance > 0 for one in told)
+
+    grown = grow(lambda: target, "target", sets_of(log), SHORT, tmp_path / "head", ENOUGH, told.append, judged)
+    assert grown.fit.stopped
+    assert grown.figures is None
+    assert Eagle3Head(shared_of_model(target), tmp_path / "head", torch.float32).taps == taps_of(4)
 
 
 def test_layers_that_are_read() -> None:
@@ -133,16 +156,15 @@ def test_layers_that_are_read() -> None:
 
 def test_a_target_without_its_kind_of_norm_or_layers_is_refused(log: Path) -> None:
     said: list[Example] = examples(read_log(log, 4), 64)
-    flat = LlamaForCausalLM(config(layers=2))
     with pytest.raises(AdaptiveError, match="before three layers, and the target has 2"):
-        start_of(flat, said, 64)
+        taps_of(2)
     other = GPTNeoXForCausalLM(
         GPTNeoXConfig(
             vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64
         )
     )
     with pytest.raises(AdaptiveError, match="no head can be grown"):
-        start_of(other, said, 64)
+        start_of(other, said, taps_of(4))
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "qwen3"])

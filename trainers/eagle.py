@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gc
 import math
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ from trainers.recipe import Recipe
 from trainers.replay import Replay, Stopped, acceptance_rate
 from trainers.sets import Sets
 from trainers.start import IN_NORMS, RIDGE, unit
-from trainers.states import States, text_of, with_states
+from trainers.states import States, narrowed, text_of, with_states
 from trainers.students import ShouldStop, WholeHead
 from trainers.vocabulary import Reads, choose_vocabulary
 
@@ -48,8 +49,9 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, torch.Tensor]
 
-# Tokens for the fits, for each input of ``fc`` (three states). Too low: the fits are unreliable. More take time.
-FOR_EACH_INPUT = 24
+# Tokens for the fits, for each input of ``fc`` (three states), and the most for any width. Too low: the fits are
+# unreliable. More take time.
+FOR_EACH_INPUT, MOST_TOKENS = 24, 2**17
 # The score of a row with itself at first, where that with any other is about 0. Too low: rows mix with others, whose
 # tokens say nothing about the next one (with 12, 1.50 tokens a round before training, with 24 1.71, with 48 or 96
 # 1.77). Too high: attention hardly learns.
@@ -62,13 +64,16 @@ WIDEST = 4
 
 
 def taps_of(layers: int) -> tuple[int, int, int]:
-    """The layers of a target with ``layers`` layers (at least three) before which a head reads its states."""
+    """The layers of a target with ``layers`` layers before which a head reads its states. Raises AdaptiveError if they
+    are fewer than three."""
+    if layers < 3:
+        raise AdaptiveError(f"an EAGLE-3 head reads the states before three layers, and the target has {layers}")
     return (layers // 2, layers - 2, layers - 1) if layers > 4 else (layers - 3, layers - 2, layers - 1)
 
 
 @dataclass(frozen=True)
 class EagleStart:
-    """A head before its training: its ``tensors``, by the names in a file, and its layer's ``config``."""
+    """A head before its training: its ``tensors``, by the names in a file, and its ``layer``'s config."""
 
     tensors: dict[str, torch.Tensor]
     layer: dict[str, Any]
@@ -76,58 +81,76 @@ class EagleStart:
 
 
 @torch.no_grad()
-def start_of(target: PreTrainedModel, examples: Sequence[Example], longest: int) -> EagleStart:
-    """A new head on ``target``, fitted to ``examples``, of which the last ``longest`` tokens are read.
+def start_of(target: PreTrainedModel, examples: Sequence[Example], taps: tuple[int, ...]) -> EagleStart:
+    """A new head on ``target``, fitted to the newest of ``examples``. Their features are the states before the layers
+    ``taps`` and those after the last layer, side by side.
 
     Raises AdaptiveError if the target is built so that no head can be grown on it.
     """
-    config = target.config.get_text_config()
-    count, width = int(config.num_hidden_layers), int(config.hidden_size)
-    if count < 3:
-        raise AdaptiveError(f"an EAGLE-3 head reads the states before three layers, and the target has {count}")
-    parts, taps = parts_of_model(target), taps_of(count)
+    config, parts = target.config.get_text_config(), parts_of_model(target)
+    width, device = int(config.hidden_size), next(target.parameters()).device
     final = _effective(decoder_of(target).norm, width)
-    embedding = parts.embedding["weight"].float().cpu()
-    every = States(target, (*taps, count))
-    texts, read, tokens = [], [], 0
+    embedding = parts.embedding["weight"]
+    chosen, tokens = [], 0
     for example in reversed(examples):
-        text, _ = text_of(example, longest)
-        if len(text) > 1:
-            texts.append(text)
-            read.append(every.of(text))
-            tokens += len(text)
-        if tokens >= FOR_EACH_INPUT * len(taps) * width:
+        chosen.append(example)
+        tokens += len(example.prompt) + len(example.output) - 1
+        if tokens >= min(MOST_TOKENS, FOR_EACH_INPUT * len(taps) * width):
             break
-    before, after = (torch.cat([states[:, part] for states in read]) for part in _parts(width, len(taps)))
-    fuse = _ridge(before, after)
-    features = [unit(states[:-1, : len(taps) * width] @ fuse.T) for states in read]
-    reads = torch.cat([torch.cat([unit(embedding[t[1:]]) for t in texts]), torch.cat(features)], dim=-1)
-    step = _ridge(reads, unit(torch.cat([states[1:, len(taps) * width :] for states in read])))
-    size = float(after.square().mean(-1).clamp(min=1e-12).log().mean().div(2).exp())
+
+    def states_of(example: Example) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens (n,), states before the taps (n, taps * width) and after the last layer (n, width)."""
+        found = example.states()
+        assert found is not None
+        both = torch.from_numpy(found.states()).to(device)
+        text, _ = text_of(example, len(both))
+        return (text.to(device), *both.split([len(taps) * width, width], dim=-1))
+
+    fuse, size = _Fit(len(taps) * width, width, device), 0.0
+    for example in chosen:
+        _, before, after = states_of(example)
+        fuse.add(before, after)
+        size += float(after.square().mean(-1).clamp(min=1e-12).log().sum()) / 2
+    fused = fuse.solved()
+    step = _Fit(2 * width, width, device)
+    for example in chosen:
+        text, before, after = states_of(example)
+        tokens_read = unit(torch.nn.functional.embedding(text[1:], embedding).float())
+        step.add(torch.cat([tokens_read, unit(before[:-1] @ fused.T)], dim=-1), unit(after[1:]))
     layer = _layer(config, width, parts.layer)
+    inputs = step.squares / step.count * IN_NORMS**2
     tensors = {
-        "fc.weight": fuse,
+        "fc.weight": fused,
         "norm.weight": final,
-        "lm_head.weight": parts.projection["weight"].float().cpu(),
         "layers.0.input_layernorm.weight": torch.full((width,), IN_NORMS),
         "layers.0.hidden_norm.weight": torch.full((width,), IN_NORMS),
-        **_attention(step, reads * IN_NORMS, layer),
-        **_mlp(parts.layer, layer, IN_NORMS / size),
+        **_attention(step.solved(), inputs, layer),
+        **_mlp(parts.layer if _copied(config, parts.layer) else {}, layer, IN_NORMS / math.exp(size / fuse.count)),
     }
-    return EagleStart({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, layer, taps)
+    own = {name: tensor.float().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    return EagleStart({**own, "lm_head.weight": parts.projection["weight"].cpu()}, layer, taps)
 
 
-def _parts(width: int, taps: int) -> tuple[slice, slice]:
-    """Where the states before the taps, and those after the last layer, stand side by side."""
-    return slice(0, taps * width), slice(taps * width, (taps + 1) * width)
+class _Fit:
+    """A ridge regression from ``inputs`` to ``outputs`` numbers, from the sums over rows that are added."""
 
+    def __init__(self, inputs: int, outputs: int, device: torch.device) -> None:
+        self.count = 0
+        self.squares = torch.zeros(inputs, inputs, device=device)
+        self._products = torch.zeros(inputs, outputs, device=device)
 
-def _ridge(inputs: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-    """The linear map (out, in) from ``inputs`` (n, in) to ``outputs`` (n, out), by ridge regression."""
-    squares = inputs.T @ inputs
-    squares.diagonal().add_(RIDGE * float(squares.diagonal().mean()))
-    found: torch.Tensor = torch.linalg.solve(squares, inputs.T @ outputs).T
-    return found
+    def add(self, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
+        """Add rows (n, inputs) and (n, outputs)."""
+        self.count += len(inputs)
+        self.squares += inputs.T @ inputs
+        self._products += inputs.T @ outputs
+
+    def solved(self) -> torch.Tensor:
+        """The linear map (outputs, inputs)."""
+        squares = self.squares.clone()
+        squares.diagonal().add_(RIDGE * float(squares.diagonal().mean()))
+        found: torch.Tensor = torch.linalg.solve(squares, self._products).T
+        return found
 
 
 def _effective(norm: torch.nn.Module, width: int) -> torch.Tensor:
@@ -147,13 +170,14 @@ def _layer(config: Any, width: int, last: Tensors) -> dict[str, Any]:
     size = int(getattr(config, "head_dim", None) or width // config.num_attention_heads)
     heads = max(1, width // size)
     rope = getattr(config, "rope_parameters", None) or {}
-    gate = last.get("mlp.gate_proj.weight") if _copied(config, last) else None
     own = getattr(config, "intermediate_size", None)
-    wide = WIDEST * width if not isinstance(own, int) else min(own, WIDEST * width)
+    wide = min(own, WIDEST * width) if isinstance(own, int) else WIDEST * width
+    if _copied(config, last):
+        wide = len(last["mlp.gate_proj.weight"])
     return {
         "model_type": "llama",
         "hidden_size": width,
-        "intermediate_size": wide if gate is None else int(gate.shape[0]),
+        "intermediate_size": wide,
         "num_hidden_layers": 1,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
@@ -177,21 +201,22 @@ def _copied(config: Any, last: Tensors) -> bool:
     return act == "silu" and all(name in last for name in names) and not biased
 
 
-def _attention(step: torch.Tensor, reads: torch.Tensor, layer: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _attention(step: torch.Tensor, inputs: torch.Tensor, layer: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The attention's tensors: each row attends to itself, and what it adds turns the residual, the normed feature,
-    into ``step`` (width, 2 * width) of what it reads. ``reads`` (n, 2 * width) are such inputs."""
+    into ``step`` (width, 2 * width) of what it reads. ``inputs`` (2 * width, 2 * width) is the mean of the products of
+    what rows read."""
     width, inner = step.shape[0], layer["num_attention_heads"] * layer["head_dim"]
     added = step.clone()
-    added[:, width:] -= torch.eye(width)
+    added[:, width:].diagonal().sub_(1.0)
     left, sizes, right = torch.linalg.svd(added, full_matrices=False)
     rank = min(inner, width)
-    output, value = torch.zeros(width, inner), torch.zeros(inner, 2 * width)
+    output, value = step.new_zeros(width, inner), step.new_zeros(inner, 2 * width)
     output[:, :rank] = left[:, :rank] * sizes[:rank].sqrt()
     value[:rank] = sizes[:rank].sqrt()[:, None] * right[:rank]
-    square = reads.T @ reads / len(reads)
-    square.diagonal().add_(FLOOR * float(square.diagonal().mean()))
-    variances, axes = torch.linalg.eigh(square)
-    random = torch.randn(2 * width, inner, generator=torch.Generator().manual_seed(0))
+    floored = inputs.clone()
+    floored.diagonal().add_(FLOOR * float(inputs.diagonal().mean()))
+    variances, axes = torch.linalg.eigh(floored)
+    random = torch.randn(2 * width, inner, generator=torch.Generator().manual_seed(0)).to(step.device)
     turned = torch.linalg.qr(random)[0].T @ (axes * variances.rsqrt()) @ axes.T
     # The squared length of a whitened row in a head is about head_dim, which attention divides by its square root.
     query = turned * math.sqrt(SHARP / math.sqrt(layer["head_dim"]))
@@ -200,15 +225,15 @@ def _attention(step: torch.Tensor, reads: torch.Tensor, layer: dict[str, Any]) -
 
 
 def _mlp(last: Tensors, layer: dict[str, Any], scale: float) -> dict[str, torch.Tensor]:
-    """The MLP's tensors: the target's own with its output times ``scale``, or one that adds nothing at first."""
+    """The MLP's tensors: those of ``last`` with the output times ``scale``, or, if it is empty, of one that adds
+    nothing at first."""
     width, wide = layer["hidden_size"], layer["intermediate_size"]
     made = {"post_attention_layernorm": torch.ones(width), "mlp.down_proj": torch.zeros(width, wide)}
     generator = torch.Generator().manual_seed(1)
     for name in ("mlp.gate_proj", "mlp.up_proj"):
         made[name] = torch.randn(wide, width, generator=generator) / math.sqrt(width)
-    gate = last.get("mlp.gate_proj.weight")
-    if gate is not None and gate.shape == made["mlp.gate_proj"].shape:
-        made = {name: last[f"{name}.weight"].float().cpu() for name in made}
+    if last:
+        made = {name: last[f"{name}.weight"].float() for name in made}
         made["mlp.down_proj"] = made["mlp.down_proj"] * scale
     return {f"layers.0.{name}.weight": tensor for name, tensor in made.items()}
 
@@ -218,8 +243,10 @@ class EagleStudent(WholeHead):
 
     RATE = 1e-3
 
-    def __init__(self, head: Eagle3Head, recipe: Recipe) -> None:
+    def __init__(self, head: Eagle3Head, recipe: Recipe, folder: Path) -> None:
+        """``folder``: where ``head`` was read."""
         super().__init__(head, recipe)
+        self._folder = folder
         own = {id(tensor) for tensor in head.own().values()}
         for parameter in head.parameters():
             parameter.requires_grad_(id(parameter) in own)
@@ -228,8 +255,8 @@ class EagleStudent(WholeHead):
         """See the protocol. Nothing to prepare: the head was started before (``start_of``)."""
 
     def write(self, state: AdapterState, folder: Path) -> None:
-        """See the protocol: ``folder`` already holds the head as it was at first."""
-        rewrite(folder, state)
+        """See the protocol."""
+        rewrite(self._folder, state, folder)
 
 
 @dataclass(frozen=True)
@@ -263,41 +290,54 @@ def grow(
     first weights were judged; nothing is written then.
     """
     target = load()
-    longest = longest_text(target)
-    start = start_of(target, sets.train, longest)
-    states = States(target, start.taps)
+    config, longest = target.config.get_text_config(), longest_text(target)
+    count, layers = int(config.vocab_size), int(config.num_hidden_layers)
+    taps = taps_of(layers)
+    states = States(target, (*taps, layers))
     texts = Texts(sum(map(len, (sets.train, sets.validation, sets.gate))), on_progress)
     validation, gate, train = (
         with_states(part, states, longest, most_bytes // share, texts.done, should_stop)
         for part, share in ((sets.validation, 8), (sets.gate, 4), (sets.train, 2))
     )
-    config = target.config.get_text_config()
-    count, width = int(config.vocab_size), int(config.hidden_size)
-    ids = choose_vocabulary(train, count, _reads(start, int(config.num_hidden_layers)), recipe.draft_length)
+    start = start_of(target, train, taps)
+    read = len(taps) * int(config.hidden_size)
+    validation, gate, train = ([narrowed(e, read) for e in part] for part in (validation, gate, train))
+    ids = choose_vocabulary(train, count, _reads(start, layers), recipe.draft_length)
     tensors = dict(start.tensors)
     if ids is not None:
         tensors["lm_head.weight"] = tensors["lm_head.weight"][ids]
         tensors["d2t"] = ids - torch.arange(len(ids))
-    said = EagleConfig(None, count, count if ids is None else len(ids), width, start.taps, True, False)
-    save(folder, tensors, said, start.layer, name, target.config.architectures)
-    shared = shared_of_model(target)
+    few = count if ids is None else len(ids)
+    said = EagleConfig(None, count, few, int(config.hidden_size), taps, True, False)
+    shared, architectures = shared_of_model(target), target.config.architectures
     del target, states
     gc.collect()  # hooks and modules refer to each other
-    head = Eagle3Head(shared, folder, torch.float32)
-    student = EagleStudent(head, recipe)
-    result = fit(student, train, lambda: acceptance_rate(student.replay(validation)), recipe, on_progress, should_stop)
-    if result.best is None:
-        raise Stopped
-    student.restore(result.best)
-    student.write(result.best, folder)
-    figures: HeldOut | None = None
-    by_step: tuple[float, ...] = ()
-    if not result.stopped and gate:
+    with tempfile.TemporaryDirectory() as scratch:
+        first = Path(scratch) / "head"
+        save(first, tensors, said, start.layer, name, architectures)
+        student = EagleStudent(Eagle3Head(shared, first, torch.float32), recipe, first)
+        result = fit(
+            student, train, lambda: acceptance_rate(student.replay(validation)), recipe, on_progress, should_stop
+        )
+        if result.best is None:
+            raise Stopped
+        student.restore(result.best)
+        student.write(result.best, folder)
+    figures, by_step = (None, ()) if result.stopped or not gate else _judged(student, gate, recipe, should_stop)
+    return Grown(result, figures, by_step, len(train), few)
+
+
+def _judged(
+    student: EagleStudent, gate: Sequence[Example], recipe: Recipe, should_stop: Callable[[], bool] | None
+) -> tuple[HeldOut | None, tuple[float, ...]]:
+    """``Grown.figures`` and ``Grown.by_step``; None and nothing if ``should_stop`` returns True meanwhile."""
+    try:
         after = student.replay(gate, should_stop)
-        before = [Replay.of(e, np.zeros((1, len(e.output) - 1))) for e in gate]
-        figures = held_out(before, after, recipe.draft_length)
-        by_step = tuple(float(row) for row in np.concatenate([r.acceptance for r in after], axis=1).mean(1))
-    return Grown(result, figures, by_step, len(train), said.draft_vocab_size)
+    except Stopped:
+        return None, ()
+    before = [Replay.of(e, np.zeros((1, len(e.output) - 1))) for e in gate]
+    by_step = np.concatenate([r.acceptance for r in after], axis=1).mean(1)
+    return held_out(before, after, recipe.draft_length), tuple(map(float, by_step))
 
 
 class Texts:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from adaptive.engines.hf.features import FeatureHooks
-from adaptive.records.features import Features
+from adaptive.records.features import BLOCK, Features
 from trainers.dataset import Example
 from trainers.replay import Stopped
 
@@ -61,6 +61,18 @@ def text_of(example: Example, longest: int) -> tuple[torch.Tensor, int]:
     text = np.concatenate([example.prompt, example.output[:-1]])
     cut = max(0, len(text) - longest)
     return torch.from_numpy(text[cut:]).long(), cut
+
+
+def narrowed(example: Example, width: int) -> Example:
+    """The example with only the first ``width`` numbers of each state."""
+    found = example.states()
+    if found is None:
+        return example
+    if width % BLOCK == 0:
+        kept = Features(found.first, found.values[:, :width].copy(), found.scales[:, : width // BLOCK].copy())
+    else:
+        kept = Features.of(found.states()[:, :width], found.first)
+    return replace(example, features=kept)
 
 
 def with_states(

@@ -7,18 +7,18 @@ and ``model.safetensors``.
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from adaptive.engines.head.eagle import EagleConfig, Tensors, learned, read_eagle, read_tensors
+from adaptive.engines.head.eagle import EagleConfig, Tensors, learned, read_eagle
 from adaptive.engines.head.kinds import raw_config
 from adaptive.errors import AdaptiveError, first_line
-from checkpoints import files
 
 WEIGHTS = "model.safetensors"
 # The exported draft length, which vLLM uses unless it is configured otherwise.
@@ -45,18 +45,16 @@ def write_speculators(head: Path, target: Path, name: str, destination: Path, ad
     save(destination, tensors, said, {**layer, "model_type": said.layer.model_type}, name, whole.get("architectures"))
 
 
-def rewrite(folder: Path, tensors: Tensors) -> None:
-    """Replace ``tensors`` of the head in ``folder``. Raises AdaptiveError if it cannot be read or written."""
-    file = folder / WEIGHTS
-    whole = {**read_tensors(folder), **tensors}
-    partial = files.unfinished(folder)
+def rewrite(folder: Path, tensors: Tensors, destination: Path) -> None:
+    """Write the head in ``folder`` into ``destination``, with other ``tensors`` in the place of some of its own. Raises
+    AdaptiveError if it cannot be read or written."""
     try:
-        save_file(whole, partial, metadata={"format": "pt"})
-        partial.replace(file)
+        whole = {**load_file(folder / WEIGHTS), **tensors}
+        destination.mkdir(parents=True, exist_ok=True)
+        save_file(whole, destination / WEIGHTS, metadata={"format": "pt"})
+        shutil.copyfile(folder / "config.json", destination / "config.json")
     except (OSError, SafetensorError) as error:
-        raise AdaptiveError(f"{folder} cannot be written ({first_line(error)}); choose another folder") from error
-    finally:
-        files.finished(partial)
+        raise AdaptiveError(f"{destination} cannot be written ({first_line(error)}); choose another folder") from error
 
 
 def save(
