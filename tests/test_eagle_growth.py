@@ -247,8 +247,8 @@ def test_a_head_that_llama_cpp_does_not_compute_is_refused(said: dict[str, Any],
 
 @pytest.mark.thorough
 def test_the_command_grows_a_head_that_drafts_here_and_is_exported(tmp_path: Path, adaptive: Command) -> None:
-    state = ("--state-dir", str(tmp_path / "state"), "--dtype", "float32", "--device", "cpu")
-    alone = ("--target", str(BUNDLED / "target"), "--draft", "none", *state)
+    state, exact = ("--state-dir", str(tmp_path / "state")), ("--dtype", "float32", "--device", "cpu")
+    alone = ("--target", str(BUNDLED / "target"), "--draft", "none", *state, *exact)
     head, file = tmp_path / "head", tmp_path / "head.gguf"
     status, _, errors = adaptive("head", str(head), *alone)
     assert status == 2
@@ -271,7 +271,7 @@ def test_the_command_grows_a_head_that_drafts_here_and_is_exported(tmp_path: Pat
         prompt, greedy = str(json.loads(line)["prompt"]), ("--temperature", "0", "--draft-length", "4", *short)
         status, plain, errors = adaptive("generate", prompt, *alone, *greedy)
         assert status == 0, errors
-        status, drafted, errors = adaptive("generate", prompt, *with_head, *greedy)
+        status, drafted, errors = adaptive("generate", prompt, *with_head, *exact, *greedy)
         assert status == 0, errors
         assert json.loads(drafted)["tokens"] == json.loads(plain)["tokens"]
     status, out, errors = adaptive("adapters", "export", "draft", str(file), "--format", "gguf", *with_head)
