@@ -180,7 +180,7 @@ def export(
         raise AdaptiveError("name one folder or file to export to: `export ID PATH`, or `export ID --merged PATH`")
     if format_ not in ("peft", "gguf", "speculators"):
         raise AdaptiveError(f"--format is {format_!r}; it must be peft, gguf or speculators")
-    if format_ != "peft" and (format_ == "speculators" or _drafts_by_eagle(settings)):
+    if format_ == "speculators" or (format_ == "gguf" and (name == "draft" or _drafts_by_eagle(settings))):
         from cli.export import export_eagle_gguf, export_speculators
 
         lora = None if name == "draft" else _lora(settings, name)

@@ -91,5 +91,6 @@ def save(
         destination.mkdir(parents=True, exist_ok=True)
         save_file(tensors, destination / WEIGHTS, metadata={"format": "pt"})
         (destination / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise AdaptiveError(f"{destination} cannot be written ({error.strerror}); choose another folder") from error
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise AdaptiveError(f"{destination} cannot be written ({reason}); choose another folder") from error
