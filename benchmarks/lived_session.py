@@ -1,17 +1,19 @@
 """Measures whether the gain of learning arrives in a lived session, on a machine that other programs use as well.
 
-A real server with default settings answers questions of two kinds, one kind after the other, with pauses;
-meanwhile other programs come and go (the regime). Before or after each of the session's answers the same
-process (``paired_server.py``) answers the same prompt by plain decoding and by fixed draft lengths, with the
-same adapter, so that disturbances of the machine affect all of them alike.
+A real server with default settings answers questions of two kinds (or of ``--kinds``), one kind after the other, with
+pauses; meanwhile other programs come and go (the regime). Before or after each of the session's answers the same
+process (``paired_server.py``) answers the same prompt by plain decoding and by fixed draft lengths, with the same
+adapter, so that disturbances of the machine affect all of them alike.
 
     python benchmarks/lived_session.py --regime busy-start --requests 600 --out lived
     python benchmarks/lived_session.py --regime quiet --useless     # a draft of random weights
+    python benchmarks/lived_session.py --target checkpoints/bundled/target --kinds math --keep STATE
 
 Prints a line for every hundred requests, and the figures that the controller is judged by: the share of the
 gain of the best fixed length in hindsight that it collects from the first promotion on, the lowest speed over
 plain decoding in any fifty consecutive requests, and its speed within twenty requests of a promotion. --out keeps
-every answer's figures, and the log with every round's seconds, for ``controller.py --noise``.
+every answer's figures, and the log with every round's seconds, for ``controller.py --noise``. With ``--target`` alone,
+a head grows from nothing; --keep keeps it, with the rest of the state, for ``inflate.py --head``.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ from typing import Any
 
 import psutil
 from paired_server import PREFIX
-from served import Served, end_when_terminated, prompts, served
+from served import PROMPTS, Served, end_when_terminated, prompts, served
 
 PROGRAM = Path(__file__).with_name("paired_server.py")
 REGIMES = ("quiet", "busy-start", "comes-and-goes", "throttled")
 KINDS = ("math", "code")
-# Share of the requests that are of the first kind.
+# Share of the requests that are of the first of two kinds.
 FIRST = 0.58
 # Seconds that other programs run at the start; and ranges of seconds for which they run and pause in turn.
 BUSY_START_S = 60.0
@@ -158,9 +160,13 @@ def ask(server: Served, text: str, tokens: int, length: int | None = None) -> tu
 def session(options: argparse.Namespace, home: Path, say: Callable[[str], None]) -> list[Asked]:
     """Send all requests; ``say`` receives a line for every hundred of them."""
     randomly = random.Random(options.seed)
-    first = round(FIRST * options.requests)
-    texts = [(KINDS[0], text) for text in cycled(KINDS[0], first)]
-    texts += [(KINDS[1], text) for text in cycled(KINDS[1], options.requests - first)]
+    first = round(FIRST * options.requests) if len(options.kinds) > 1 else options.requests
+    counts = (first, options.requests - first)
+    texts = [
+        (kind, text)
+        for kind, count in zip(options.kinds, counts, strict=False)
+        for text in cycled(kind, count, options.prompts)
+    ]
     models = {name: value for name in ("target", "draft", "dtype") if (value := getattr(options, name))}
     asked: list[Asked] = []
     began = time.monotonic()
@@ -197,9 +203,9 @@ def session(options: argparse.Namespace, home: Path, say: Callable[[str], None])
     return asked
 
 
-def cycled(kind: str, count: int) -> list[str]:
-    """``count`` prompts of a kind; if there are fewer, they repeat."""
-    found = prompts(kind, min(count, len(prompts(kind, 1)) and 10_000))
+def cycled(kind: str, count: int, folder: Path = PROMPTS) -> list[str]:
+    """``count`` prompts of a kind, from ``folder``; if there are fewer, they repeat."""
+    found = prompts(kind, count, folder / f"{kind}.jsonl")
     return [found[i % len(found)] for i in range(count)]
 
 
@@ -314,6 +320,8 @@ def main() -> None:
     parser.add_argument("--lengths", type=lambda s: [int(n) for n in s.split(",")], default=[1, 2, 3, 4, 6, 8])
     parser.add_argument("--every", type=int, default=2, help="requests of which one is answered by fixed lengths, too")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kinds", type=lambda s: s.split(","), default=KINDS, help="one or two, one after the other")
+    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="folder of <kind>.jsonl")
     parser.add_argument("--useless", action="store_true", help="with a draft of random weights")
     parser.add_argument("--no-learning", action="store_true", help="no training, and no long pauses")
     parser.add_argument(
@@ -325,6 +333,7 @@ def main() -> None:
     parser.add_argument("--draft-length", default="auto", help="of the session; 0 tests the comparison")
     for name in ("target", "draft", "dtype"):
         parser.add_argument(f"--{name}")
+    parser.add_argument("--keep", type=Path, help="state folder of the session, kept; temporary by default")
     parser.add_argument("--out", type=Path, help="keep every answer's figures (.json) and the log (.db)")
     options = parser.parse_args()
     end_when_terminated()
@@ -334,7 +343,7 @@ def main() -> None:
 
     say(f"regime {options.regime}, {options.requests} requests, seed {options.seed}")
     with tempfile.TemporaryDirectory() as home, useless(options):
-        asked = session(options, Path(home), say)
+        asked = session(options, options.keep or Path(home), say)
     verdict = judge(asked)
     if options.out is not None:
         kept: dict[str, Any] = {
