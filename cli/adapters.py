@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -324,7 +325,7 @@ def _export_gguf(
     force: bool,
 ) -> None:
     """Write an adapter or a merged draft for llama.cpp's own programs, and print the command that uses it."""
-    from cli.export import check_free, write_checkpoint
+    from cli.export import check_free, for_llama_server, gguf_or, write_checkpoint
 
     destination = file or merged
     assert destination is not None
@@ -333,7 +334,7 @@ def _export_gguf(
     if merged is not None:
         write_checkpoint(source, adapter, merged, encoding, settings)
         typer.echo(f"the draft with adapter {manifest.id} is in {merged}; with llama.cpp's server:")
-        typer.echo(server_command(settings, merged))
+        typer.echo(for_llama_server(gguf_or(settings.target, "TARGET.gguf"), merged, "draft-simple"))
         return
     from adaptive.engines.llamacpp.lora import write_adapter
     from adaptive.engines.llamacpp.names import Base
@@ -341,20 +342,10 @@ def _export_gguf(
 
     write_adapter(adapter, Base.of_config(read_config(source, settings)), destination)
     typer.echo(f"adapter {manifest.id} is in {destination}; with llama.cpp's server, on the draft itself:")
-    typer.echo(f"llama-server --model {_gguf(settings.draft, 'DRAFT.gguf')} --lora {destination}")
-    typer.echo("As a draft llama-server takes no adapter; write the merged one (--merged FILE --format gguf).")
-
-
-def server_command(settings: Settings, draft: Path) -> str:
-    """The command that starts llama.cpp's server with this draft, at our usual draft length."""
-    return (
-        f"llama-server --model {_gguf(settings.target, 'TARGET.gguf')} --spec-type draft-simple "
-        f"--spec-draft-model {draft} --spec-draft-n-max 4"
+    typer.echo(
+        shlex.join(["llama-server", "--model", gguf_or(settings.draft, "DRAFT.gguf"), "--lora", str(destination)])
     )
-
-
-def _gguf(name: str | None, otherwise: str) -> str:
-    return name if name is not None and name.lower().endswith(".gguf") else otherwise
+    typer.echo("As a draft llama-server takes no adapter; write the merged one (--merged FILE --format gguf).")
 
 
 def _resolve(store: AdapterStore, name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -153,9 +154,26 @@ def export_speculators(settings: Settings, adapter: Path | None, folder: Path, f
     target, draft = eagle_of(settings, "--format speculators")
     check_destination(folder, force)
     write_speculators(draft.folder, target.folder, target.id, folder, adapter)
-    said = json.dumps({"model": str(folder), "method": "eagle3", "num_speculative_tokens": 3})
     typer.echo(f"the head {draft.id}{' with the adapter' if adapter else ''} is in {folder}; with vLLM:")
-    typer.echo(f"vllm serve {target.id} --speculative-config '{said}'")
+    typer.echo(for_vllm(target.id, folder))
+
+
+def for_llama_server(target: str, draft: Path, kind: str) -> str:
+    """The command that serves ``target`` in llama.cpp's server with this draft, at our usual draft length. ``kind``:
+    what llama.cpp calls this sort of drafting."""
+    models = ["--model", target, "--spec-type", kind, "--spec-draft-model", str(draft)]
+    return shlex.join(["llama-server", *models, "--spec-draft-n-max", "4"])
+
+
+def gguf_or(name: str | None, otherwise: str) -> str:
+    """``name`` if it is that of a GGUF file, else ``otherwise``."""
+    return name if name is not None and name.lower().endswith(".gguf") else otherwise
+
+
+def for_vllm(target: str, folder: Path) -> str:
+    """The command that serves ``target`` in vLLM with the EAGLE-3 head in ``folder`` as its draft."""
+    said = json.dumps({"model": str(folder), "method": "eagle3", "num_speculative_tokens": 3})
+    return shlex.join(["vllm", "serve", target, "--speculative-config", said])
 
 
 def export_eagle_gguf(settings: Settings, adapter: Path | None, file: Path, encoding: str, force: bool) -> None:
@@ -168,9 +186,7 @@ def export_eagle_gguf(settings: Settings, adapter: Path | None, file: Path, enco
     check_free(file, force)
     write_eagle_gguf(settings, target, draft.folder, adapter, file, encoding)
     typer.echo(f"the head {draft.id}{' with the adapter' if adapter else ''} is in {file}; with llama.cpp's server:")
-    typer.echo(
-        f"llama-server --model TARGET.gguf --spec-type draft-eagle3 --spec-draft-model {file} --spec-draft-n-max 4"
-    )
+    typer.echo(for_llama_server("TARGET.gguf", file, "draft-eagle3"))
 
 
 def write_eagle_gguf(

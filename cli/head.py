@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from adaptive.settings import Settings
     from trainers.eagle import Grown
     from trainers.recipe import Recipe
-
-# The share of the free memory that hidden states may take.
-OF_FREE = 0.4
 
 
 @shared_options()
@@ -91,13 +89,13 @@ def _grow(
     AdaptiveError and Stopped."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as in ``cli.distill.run``
     from adaptive.engines.load import load_model, read_config, weights_progress
-    from adaptive.machine import memory
     from adaptive.pair import pair_identity, sources
     from adaptive.state import open_state
     from cli.distill import chats_of, progress_bar, stoppable
     from trainers.batches import output_limit
     from trainers.eagle import grow
     from trainers.sets import gather
+    from trainers.states import most_bytes
 
     target, _ = sources(settings)
     if target.gguf is not None:
@@ -116,8 +114,7 @@ def _grow(
             return load_model(target, settings, settings.device)
 
     with stoppable() as should_stop, progress_bar(console, "growing a head") as report:
-        most = int(OF_FREE * memory().available)
-        return target, grow(load, target.id, sets, recipe, folder, most, report, should_stop)
+        return target, grow(load, target.id, sets, recipe, folder, most_bytes(), report, should_stop)
 
 
 def _as_object(folder: Path, grown: Grown) -> dict[str, Any]:
@@ -152,12 +149,15 @@ def _show(folder: Path, grown: Grown, target: Source, recipe: Recipe, console: C
         f"[dim]{counted(grown.train_generations, 'generation')} trained on, {fit.steps} steps (best: {fit.best_step}), "
         f"{fit.seconds:.0f} s of training.[/]"
     )
-    vllm = json.dumps({"model": str(folder), "method": "eagle3", "num_speculative_tokens": 3})
+    ours = shlex.join(["adaptive", "serve", "--target", target.id, "--draft", str(folder)])
+    from cli.export import for_vllm
+
+    file, models = f"{folder.name}.gguf", ["--target", target.id, "--draft", str(folder)]
+    to_gguf = shlex.join(["adaptive", "adapters", "export", "draft", file, "--format", "gguf", *models])
     for text in (
         f"The head is in {folder}. To use it:",
-        f"  here          adaptive serve --target {target.id} --draft {folder}",
-        f"  vLLM          vllm serve {target.id} --speculative-config '{vllm}'",
-        f"  llama-server  adaptive adapters export draft {folder.name}.gguf --format gguf --target {target.id} "
-        f"--draft {folder}",
+        f"  here          {ours}",
+        f"  vLLM          {for_vllm(target.id, folder)}",
+        f"  llama-server  {to_gguf}",
     ):
         console.print(text, soft_wrap=True, markup=False)

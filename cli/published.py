@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 # The newest held-out answers by which a head's draft length is chosen: the target's states of each are computed.
 ANSWERS = 128
-# The share of the free memory that these states may take.
-OF_FREE = 0.4
 # Steps of a draft that are replayed with a head; its acceptance changes little beyond.
 STEPS = 8
 
@@ -161,18 +159,17 @@ class PublishedHead(Published):
         from adaptive.engines.head.eagle import Eagle3Head
         from adaptive.engines.head.parts import shared_of_model
         from adaptive.engines.load import load_model, weights_progress
-        from adaptive.machine import memory
         from adaptive.pair import sources
         from trainers.batches import longest_text
         from trainers.heads import replay_head
-        from trainers.states import States, with_states
+        from trainers.states import States, most_bytes, with_states
 
         source, _ = sources(self._settings)
         with weights_progress(lambda share: None):
             target = load_model(source, self._settings, "cpu")
         head = Eagle3Head(shared_of_model(target), self.folder, torch.float32).eval()
         states = States(target, head.taps)
-        most = int(OF_FREE * memory().available / max(1, len(sets)))
+        most = most_bytes(len(sets))
         known = (with_states(one[-ANSWERS:], states, longest_text(target), most) for one in sets)
         return [replay_head(head, one, STEPS) if one else [] for one in known]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -355,12 +356,13 @@ def test_it_is_exported_as_speculators_writes_them(
 ) -> None:
     folder = save_eagle(target, tmp_path / "head", written_by, few=500, alike=False)
     models = ("--target", str(target), "--draft", str(folder))
-    made = tmp_path / "made"
+    made = tmp_path / "made here"
     asked = ("adapters", "export", "draft", str(made), "--format", "speculators", *models)
     status, out, errors = adaptive(*asked)
     assert status == 0, errors
-    assert out.splitlines()[-1].startswith(f"vllm serve {target} --speculative-config ")
-    assert json.loads(out.partition("-config '")[2].rstrip().rstrip("'"))["model"] == str(made)
+    *command, said = shlex.split(out.splitlines()[-1])
+    assert command == ["vllm", "serve", str(target), "--speculative-config"]
+    assert json.loads(said)["model"] == str(made)
     config = json.loads((made / "config.json").read_text())
     assert config["speculators_model_type"] == "eagle3"
     assert config["speculators_config"]["verifier"] == {

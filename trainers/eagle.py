@@ -278,12 +278,12 @@ def grow(
     sets: Sets,
     recipe: Recipe,
     folder: Path,
-    most_bytes: int,
+    most: int,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Grown:
     """Grow a head on the target that ``load`` returns and that is called ``name``, from the examples of ``sets``, and
-    write it into ``folder``. States of the newest texts are used, as many as ``most_bytes`` hold. Once these are
+    write it into ``folder``. States of the newest texts are used, as many as ``most`` bytes hold. Once these are
     computed, the target is freed but for its embedding and projection.
 
     Raises AdaptiveError if no head can be grown on this target, and Stopped if ``should_stop`` returns True before the
@@ -296,7 +296,7 @@ def grow(
     states = States(target, (*taps, layers))
     texts = Texts(sum(map(len, (sets.train, sets.validation, sets.gate))), on_progress)
     validation, gate, train = (
-        with_states(part, states, longest, most_bytes // share, texts.done, should_stop)
+        with_states(part, states, longest, most // share, texts.done, should_stop)
         for part, share in ((sets.validation, 8), (sets.gate, 4), (sets.train, 2))
     )
     start = start_of(target, train, taps)

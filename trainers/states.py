@@ -15,12 +15,21 @@ import numpy as np
 import torch
 
 from adaptive.engines.hf.features import FeatureHooks
+from adaptive.machine import memory
 from adaptive.records.features import BLOCK, Features
 from trainers.dataset import Example
 from trainers.replay import Stopped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+# The share of the free memory that states may take.
+OF_FREE = 0.4
+
+
+def most_bytes(sets: int = 1) -> int:
+    """The bytes that the states of each of ``sets`` sets of texts may take now."""
+    return int(OF_FREE * memory().available / max(1, sets))
 
 
 class _Last:
@@ -79,11 +88,11 @@ def with_states(
     examples: Sequence[Example],
     states: States,
     longest: int,
-    most_bytes: int,
+    most: int,
     on_text: Callable[[], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> list[Example]:
-    """The newest of ``examples`` whose states fit into ``most_bytes``, with these states, in their order. Texts are cut
+    """The newest of ``examples`` whose states fit into ``most`` bytes, with these states, in their order. Texts are cut
     to their last ``longest`` tokens. ``on_text`` is called after each text. Raises Stopped
     between two texts when ``should_stop`` returns True."""
     found: list[Example] = []
@@ -94,7 +103,7 @@ def with_states(
         text, cut = text_of(example, longest)
         features = Features.of(states.of(text).numpy(), cut)
         taken += features.nbytes
-        if taken > most_bytes:
+        if taken > most:
             break
         found.append(replace(example, features=features))
         if on_text is not None:
