@@ -106,6 +106,16 @@ def check_destination(destination: Path, force: bool) -> None:
         raise AdaptiveError(f"{destination} is not empty; choose another folder, or --force to write over its files")
 
 
+def check_writable(destination: Path) -> None:
+    """Raise AdaptiveError if nothing can be written at ``destination``, or in the folder in which it would be made.
+    Nothing is left there."""
+    place = next(one for one in (destination.absolute(), *destination.absolute().parents) if one.exists())
+    try:
+        files.finished(files.unfinished(place))
+    except OSError as error:
+        raise AdaptiveError(f"{destination} cannot be written ({error.strerror}); choose another folder") from error
+
+
 def _unreadable(what: str, error: OSError) -> AdaptiveError:
     kind = UnreadableStore if error.errno in EXHAUSTED else UnreadableAdapter
     return kind(f"{what} cannot be read ({error.strerror})")

@@ -104,17 +104,17 @@ def write_checkpoint(
     The adapter's delta is added in float32 before the weights are encoded, so that the sum is rounded once.
     """
     import torch
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     from adaptive.engines.hf.lora import MergedAdapter
     from adaptive.engines.llamacpp.write import write_model
     from adaptive.engines.load import load_model, read_config
+    from adaptive.tokenizers import read_tokenizer
 
     check_encoding(encoding)
     trust = settings.trust_remote_code
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust)
+    tokenizer = read_tokenizer(source, trust)
     dtype = torch.float32 if adapter is not None else getattr(read_config(source, settings), "dtype", None)
     model = load_model(dataclasses.replace(source, quantize="none"), settings, "cpu", dtype or torch.float32)
     if adapter is not None:
@@ -194,12 +194,11 @@ def write_eagle_gguf(
 ) -> None:
     """Write the EAGLE-3 head in the folder ``head`` of this ``target`` as a GGUF file, with ``adapter`` merged into it
     if given. Raises AdaptiveError for a head that llama.cpp does not compute."""
-    from transformers import AutoTokenizer
-
     from adaptive.engines.llamacpp.eagle import write_eagle
     from adaptive.engines.load import read_config
+    from adaptive.tokenizers import read_tokenizer
 
     check_encoding(encoding)
-    tokenizer = AutoTokenizer.from_pretrained(target.folder, trust_remote_code=settings.trust_remote_code)
+    tokenizer = read_tokenizer(target, settings.trust_remote_code)
     config = read_config(target, settings).get_text_config()
     write_eagle(head, config, tokenizer, file, encoding, head.name, adapter)  # type: ignore[arg-type]

@@ -54,11 +54,14 @@ def head(
     wait(spins=0)
     from rich.console import Console
 
-    from checkpoints.folder import check_destination
+    from adaptive.engines.head.speculators import check_other_weights
+    from checkpoints.folder import check_destination, check_writable
     from trainers.recipe import Recipe
     from trainers.replay import Stopped
 
     check_destination(folder, force)
+    check_writable(folder)
+    check_other_weights(folder)
     length = settings.draft_length
     asked: dict[str, Any] = {
         "buffer": records,
@@ -77,7 +80,7 @@ def head(
     if as_json:
         typer.echo(json.dumps(_as_object(folder, grown), indent=2))
     else:
-        _show(folder, grown, target, recipe, console)
+        _show(settings, folder, grown, target, recipe, console)
     if grown.fit.stopped:
         raise typer.Exit(130)
 
@@ -88,6 +91,7 @@ def _grow(
     """Read the log and the ``data``, load the target, and grow the head, with a progress bar on ``console``. Raises
     AdaptiveError and Stopped."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as in ``cli.distill.run``
+    from adaptive.engines.budget import check
     from adaptive.engines.load import load_model, read_config, weights_progress
     from adaptive.pair import pair_identity, sources
     from adaptive.state import open_state
@@ -103,6 +107,9 @@ def _grow(
             f"target {target.id} is a GGUF file, and a head is grown on hidden states, which its Hugging Face "
             "checkpoint gives; name that as --target"
         )
+    if settings.memory is not None:
+        raise AdaptiveError("no head is grown on a target whose layers are on disk (--memory)")
+    check(target, None, False, settings)
     identity = pair_identity(settings)
     state = open_state(settings.state_dir, identity.id)
     limit = output_limit(read_config(target, settings))
@@ -114,7 +121,7 @@ def _grow(
             return load_model(target, settings, settings.device)
 
     with stoppable() as should_stop, progress_bar(console, "growing a head") as report:
-        return target, grow(load, target.id, sets, recipe, folder, most_bytes(), report, should_stop)
+        return target, grow(load, target.id, sets, recipe, folder, most_bytes, state.root, report, should_stop)
 
 
 def _as_object(folder: Path, grown: Grown) -> dict[str, Any]:
@@ -132,10 +139,15 @@ def _as_object(folder: Path, grown: Grown) -> dict[str, Any]:
     }
 
 
-def _show(folder: Path, grown: Grown, target: Source, recipe: Recipe, console: Console) -> None:
+def _show(settings: Settings, folder: Path, grown: Grown, target: Source, recipe: Recipe, console: Console) -> None:
     """Print what the head is expected to bring, and the commands that use it."""
+    from adaptive.engines.llamacpp.eagle import feeds_no_head
+    from adaptive.engines.load import read_config
+    from cli.export import for_vllm
+
     if grown.figures is None:
-        console.print("stopped early: the head was not compared on held-out answers")
+        why = "stopped early" if grown.fit.stopped else "no other answers are logged"
+        console.print(f"{why}: the head was not compared on held-out answers")
     else:
         length, rate = grown.figures.mean_acceptance_length_after, grown.figures.acceptance_after
         console.print(
@@ -150,14 +162,10 @@ def _show(folder: Path, grown: Grown, target: Source, recipe: Recipe, console: C
         f"{fit.seconds:.0f} s of training.[/]"
     )
     ours = shlex.join(["adaptive", "serve", "--target", target.id, "--draft", str(folder)])
-    from cli.export import for_vllm
-
-    file, models = f"{folder.name}.gguf", ["--target", target.id, "--draft", str(folder)]
-    to_gguf = shlex.join(["adaptive", "adapters", "export", "draft", file, "--format", "gguf", *models])
-    for text in (
-        f"The head is in {folder}. To use it:",
-        f"  here          {ours}",
-        f"  vLLM          {for_vllm(target.id, folder)}",
-        f"  llama-server  {to_gguf}",
-    ):
+    lines = [f"  here          {ours}", f"  vLLM          {for_vllm(target.id, folder)}"]
+    if not feeds_no_head(read_config(target, settings).get_text_config()):
+        file, models = f"{folder.name}.gguf", ["--target", target.id, "--draft", str(folder)]
+        to_gguf = shlex.join(["adaptive", "adapters", "export", "draft", file, "--format", "gguf", *models])
+        lines.append(f"  llama-server  {to_gguf}")
+    for text in (f"The head is in {folder}. To use it:", *lines):
         console.print(text, soft_wrap=True, markup=False)

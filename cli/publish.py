@@ -89,7 +89,7 @@ def publish(
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
-    from adaptive.pair import load_tokenizer
+    from adaptive.pair import load_tokenizer, pair_identity
     from adaptive.upstream import publishing, server
     from adaptive.upstream.lengths import LONGEST
     from adaptive.upstream.measure import find_kind, measure
@@ -123,9 +123,11 @@ def publish(
     store = AdapterStore(state.adapters)
     published = AdaptedDraft(settings, store) if head is None else PublishedHead(settings, head)
     with console.status("writing the draft"):
-        draft = published.write(to or state.root / "published", kind, encoding)
+        draft = published.write((to or state.root / "published").absolute(), kind, encoding)
     with console.status("replaying the log"):
-        said = [] if before is None else answered_examples(load_tokenizer(settings), asked, before)
+        # Without --target the tokenizer would be that of the bundled pair, whatever pair the log is of.
+        own = before is not None and pair_identity(settings).id == state.root.name
+        said = answered_examples(load_tokenizer(settings), asked, before) if own and before is not None else []
         replays, answered = published.replays(sample, said)
         tokens = [1.0, *(mean_acceptance_length(replays, length) for length in range(1, LONGEST + 1))]
     advice = _advice(tokens, before)
@@ -155,7 +157,8 @@ def publish(
     if restart is not None:
         assert url is not None
         assert before is not None
-        running = trial.Server(url, key, kind, restart, file, wait, asked, max_tokens, model)
+        is_head = published.is_head
+        running = trial.Server(url, key, kind, restart, file, wait, asked, max_tokens, model, is_head)
         with console.status("restarting the server, and measuring it"):
             tried = trial.settle(running, before, draft, length, None if chosen else tokens, _remembered(state))
         rolled_back, length = tried.worse is not None, tried.length
@@ -271,9 +274,12 @@ def _typed(options: dict[str, str]) -> str:
 
 def _key(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8").strip()
+        key = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise AdaptiveError(f"API key file {file} cannot be read: {error}") from error
+    if not (key and key.isascii() and key.isprintable()):
+        raise AdaptiveError(f"API key file {file} holds no key: one line of ASCII characters is expected")
+    return key
 
 
 def _remember(state: PairState, put: trial.Put) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, first_line
 
 if TYPE_CHECKING:
     from adaptive.settings import Settings
@@ -55,9 +55,8 @@ class Published(ABC):
             self._write(part, encoding if gguf else None)
             os.replace(part, path)
         except OSError as error:
-            raise AdaptiveError(
-                f"{path} cannot be written ({error.strerror}); choose another folder with --to"
-            ) from error
+            why = error.strerror or first_line(error)
+            raise AdaptiveError(f"{path} cannot be written ({why}); choose another folder with --to") from error
         finally:
             _discard(part)
         return path
@@ -115,63 +114,94 @@ class AdaptedDraft(Published):
         from adaptive.engines.hf.lora import MergedAdapter
         from adaptive.engines.load import load_model, weights_progress
         from cli.adapters import model_of
+        from trainers.batches import longest_output
         from trainers.replay import replay
 
         source = dataclasses.replace(model_of(self._settings, self.manifest), quantize="none")
         with weights_progress(lambda share: None):
             model = load_model(source, self._settings, "cpu", torch.float32)
         MergedAdapter(model).apply(self._adapter)
-        return [replay(model, one) if one else [] for one in sets]
+        longest = longest_output(model)
+        return [replay(model, [e.shortened(longest) for e in one]) if one else [] for one in sets]
 
 
 class PublishedHead(Published):
-    """The EAGLE-3 head in ``folder``. Raises AdaptiveError if it is none."""
+    """The EAGLE-3 head in ``folder``, for the target of ``settings``. Raises AdaptiveError if it is none, or one for
+    another target."""
 
     is_head = True
 
     def __init__(self, settings: Settings, folder: Path) -> None:
+        from adaptive.engines.head.eagle import read_eagle
         from adaptive.engines.head.kinds import HeadKind, head_kind
         from adaptive.engines.identity import weights_hash
+        from adaptive.engines.load import read_config
+        from adaptive.pair import sources
 
         if not folder.is_dir() or head_kind(folder) is not HeadKind.EAGLE3:
             raise AdaptiveError(f"--head {folder} is no EAGLE-3 head; `adaptive head FOLDER` grows one on the log")
         self.folder, self._settings = folder, settings
         self.id = self.words = f"head {folder.name} {weights_hash(folder)[:8]}"
+        self._target, _ = sources(settings)
+        if self._target.gguf is not None:
+            raise AdaptiveError(
+                f"target {self._target.id} is a GGUF file, and a head is exported with its target's Hugging Face "
+                "checkpoint; name that as --target"
+            )
+        said, config = read_eagle(folder), read_config(self._target, settings).get_text_config()
+        if (said.target_width, said.vocab_size) != (config.hidden_size, config.vocab_size):
+            raise AdaptiveError(
+                f"--head {folder} is for a target of width {said.target_width} with {said.vocab_size} tokens, and "
+                f"{self._target.id} has width {config.hidden_size} and {config.vocab_size} tokens; name its own target "
+                "with --target"
+            )
 
     def _name(self) -> str:
-        return self.id.replace(" ", "-")
+        return f"{self.id}-{_described(self._target.folder)}".replace(" ", "-")
 
     def _write(self, part: Path, encoding: str | None) -> None:
         from adaptive.engines.head.speculators import write_speculators
-        from adaptive.pair import sources
         from cli.export import write_eagle_gguf
 
-        target, _ = sources(self._settings)
         if encoding is not None:
-            write_eagle_gguf(self._settings, target, self.folder, None, part, encoding)
+            write_eagle_gguf(self._settings, self._target, self.folder, None, part, encoding)
         else:
-            write_speculators(self.folder, target.folder, target.id, part)
+            write_speculators(self.folder, self._target.folder, self._target.id, part)
 
     def replays(self, *sets: Sequence[Example]) -> list[list[Replay]]:
         """See the base. Of each set the newest ANSWERS are replayed."""
         import torch
 
+        from adaptive.engines.budget import check
         from adaptive.engines.head.eagle import Eagle3Head
         from adaptive.engines.head.parts import shared_of_model
         from adaptive.engines.load import load_model, weights_progress
-        from adaptive.pair import sources
-        from trainers.batches import longest_text
+        from trainers.batches import longest_output, longest_text
         from trainers.heads import replay_head
         from trainers.states import States, most_bytes, with_states
 
-        source, _ = sources(self._settings)
+        there = {"device": "cpu", "draft_device": None, "memory": None}
+        check(self._target, None, False, self._settings.model_copy(update=there))
         with weights_progress(lambda share: None):
-            target = load_model(source, self._settings, "cpu")
+            target = load_model(self._target, self._settings, "cpu")
         head = Eagle3Head(shared_of_model(target), self.folder, torch.float32).eval()
         states = States(target, head.taps)
-        most = most_bytes(len(sets))
-        known = (with_states(one[-ANSWERS:], states, longest_text(target), most) for one in sets)
+        most, longest = most_bytes(len(sets)), longest_output(target)
+        newest = ([e.shortened(longest) for e in one[-ANSWERS:]] for one in sets)
+        known = [with_states(one, states, longest_text(target), most) for one in newest]
+        if any(bool(one) and not found for one, found in zip(sets, known, strict=True)):
+            raise AdaptiveError("not even one text's hidden states fit into memory; free memory, then try again")
         return [replay_head(head, one, STEPS) if one else [] for one in known]
+
+
+def _described(target: Path) -> str:
+    """Eight hexadecimal digits that tell apart targets by their config and tokenizer, parts of which are written beside
+    a head."""
+    digest = hashlib.sha256()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        with contextlib.suppress(FileNotFoundError):
+            digest.update((target / name).read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def digest(manifest: Manifest) -> str:

@@ -47,7 +47,7 @@ class Tried:
 class Server:
     """The server, which the user's ``command`` restarts, and the ``file`` with its start command, if there is one.
     ``asked`` are the prompts of a measurement, whose answers have up to ``max_tokens`` tokens, and ``model`` the
-    target's name, None for the first one that the server lists."""
+    target's name, None for the first one that the server lists. ``is_head``: whether its draft is an EAGLE-3 head."""
 
     url: str
     key: str | None
@@ -58,6 +58,7 @@ class Server:
     asked: Sequence[Sequence[int]]
     max_tokens: int
     model: str | None = None
+    is_head: bool = False
 
     def measure(self) -> Measured:
         """Measure its answers now. Raises AdaptiveError."""
@@ -66,7 +67,7 @@ class Server:
     def use(self, draft: Path, length: int) -> None:
         """Restart it with ``draft``. Raises AdaptiveError."""
         if self.file is not None:
-            wanted = publishing.options(self.kind, draft, length)
+            wanted = publishing.options(self.kind, draft, length, self.is_head)
             self.file.write(publishing.edited(self.file.before, self.kind, wanted))
         publishing.restart(self.command, self.url, self.key, draft, length, self.wait_s)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,18 @@ from conftest import BUNDLED, Command
 from foreign_heads import save_eagle, save_eagle_target
 from safetensors.torch import load_file
 from test_trainer import VOCAB, config, speak
-from transformers import AutoConfig, AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaForCausalLM,
+)
 
 from adaptive.engines.head.eagle import Eagle3Head, EagleConfig
 from adaptive.engines.head.parts import shared_of_model
-from adaptive.engines.head.speculators import save
+from adaptive.engines.head.speculators import check_other_weights, save
 from adaptive.errors import AdaptiveError
 from adaptive.records.writer import LogWriter
 from adaptive.types import SamplingParams
@@ -32,6 +40,14 @@ from trainers.states import States, narrowed, with_states
 
 SHORT = Recipe(epochs=5, evaluations=4, batch=16)
 ENOUGH = 1 << 30
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 32, "intermediate_size": 48, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def enough() -> int:
+    return ENOUGH
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +126,7 @@ def test_a_head_starts_as_the_fitted_map_and_learns(target: LlamaForCausalLM, lo
     mixed = {**start.tensors, "layers.0.self_attn.v_proj.weight": value.roll(1, dims=0)}
     assert first > accepted(head_of(target, EagleStart(mixed, start.layer, start.taps), tmp_path / "mixed")) + 0.05
     told: list[Progress] = []
-    grown = grow(lambda: target, "target", sets, SHORT, tmp_path / "head", ENOUGH, told.append)
+    grown = grow(lambda: target, "target", sets, SHORT, tmp_path / "head", enough, tmp_path, told.append)
     assert grown.figures is not None
     assert grown.figures.acceptance_after.mean > first
     assert grown.figures.gain.low > 0
@@ -129,7 +145,7 @@ def test_a_head_that_is_stopped_before_it_was_judged_is_nothing(
     told: list[Progress] = []
     for begun in (lambda: True, lambda: any(one.counted == "steps" for one in told)):
         with pytest.raises(Stopped):
-            grow(lambda: target, "target", sets_of(log), SHORT, tmp_path / "head", ENOUGH, told.append, begun)
+            grow(lambda: target, "target", sets_of(log), SHORT, tmp_path / "head", enough, tmp_path, told.append, begun)
         assert not (tmp_path / "head").exists()
 
 
@@ -141,7 +157,9 @@ def test_a_head_that_is_stopped_later_is_kept_as_it_was_best(
     def judged() -> bool:
         return any(one.held_out_acceptance > 0 for one in told)
 
-    grown = grow(lambda: target, "target", sets_of(log), SHORT, tmp_path / "head", ENOUGH, told.append, judged)
+    grown = grow(
+        lambda: target, "target", sets_of(log), SHORT, tmp_path / "head", enough, tmp_path, told.append, judged
+    )
     assert grown.fit.stopped
     assert grown.figures is None
     assert Eagle3Head(shared_of_model(target), tmp_path / "head", torch.float32).taps == taps_of(4)
@@ -167,17 +185,72 @@ def test_a_target_without_its_kind_of_norm_or_layers_is_refused(log: Path) -> No
         start_of(other, said, taps_of(4))
 
 
+def test_a_head_that_cannot_be_written_in_the_end_is_kept(target: LlamaForCausalLM, log: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder, scratch = tmp_path / "file" / "head", tmp_path / "scratch"
+    scratch.mkdir()
+    quick = replace(SHORT, epochs=1, evaluations=1)
+    with pytest.raises(AdaptiveError, match=r"cannot be written .*; the head is in ") as caught:
+        grow(lambda: target, "target", sets_of(log), quick, folder, enough, scratch)
+    (kept,) = scratch.iterdir()
+    assert str(caught.value).endswith(str(kept))
+    assert Eagle3Head(shared_of_model(target), kept, torch.float32).taps == taps_of(4)
+
+
+def test_too_little_memory_for_states_is_said_when_the_target_is_loaded(
+    target: LlamaForCausalLM, log: Path, tmp_path: Path
+) -> None:
+    loaded: list[LlamaForCausalLM] = []
+
+    def little() -> int:
+        assert loaded
+        return 1000
+
+    with pytest.raises(AdaptiveError, match=r"the hidden states of 0 texts to train on, 0 to choose .* too few"):
+        grow(lambda: loaded.append(target) or target, "x", sets_of(log), SHORT, tmp_path / "h", little, tmp_path)
+    assert not (tmp_path / "h").exists()
+
+
+def test_a_target_on_which_none_can_grow_is_refused_before_its_states_are_computed(log: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("stablelm", **SIZES), dtype=torch.float32)
+    told: list[Progress] = []
+    with pytest.raises(AdaptiveError, match="it has a LayerNorm"):
+        grow(lambda: model, "x", sets_of(log), SHORT, tmp_path / "h", enough, tmp_path, told.append)
+    assert not told
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "olmo2"])
+def test_it_begins_with_the_mlp_of_a_layer_only_behind_the_norm_that_is_there(kind: str, log: Path) -> None:
+    """Qwen 3.5 stores a norm's factors less one; OLMo 2 gives the name of Llama's norm to one behind the attention."""
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.add_(torch.linspace(-0.2, 0.4, len(parameter)))
+    taps, last = taps_of(4), model.get_decoder().layers[-1]
+    said = with_states(examples(read_log(log, 20), 64), States(model, (*taps, 4)), 64, ENOUGH)
+    start = start_of(model, said, taps).tensors
+    down, norm = start["layers.0.mlp.down_proj.weight"], start["layers.0.post_attention_layernorm.weight"]
+    if kind == "olmo2":
+        assert not down.any()
+        return
+    torch.testing.assert_close(norm, 1 + last.post_attention_layernorm.weight.detach(), rtol=0, atol=1e-3)
+    scale = float(down.norm() / last.mlp.down_proj.weight.norm())
+    torch.testing.assert_close(down, scale * last.mlp.down_proj.weight.detach())
+
+
+def test_other_weights_in_its_folder_are_not_taken_for_its_own(tmp_path: Path) -> None:
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    with pytest.raises(AdaptiveError, match=r"holds model-00001-of-00002\.safetensors, which would be read as a part"):
+        check_other_weights(tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["gemma3_text", "qwen3"])
 def test_other_families_grow_one_too(kind: str, tmp_path: Path) -> None:
     """Gemma's norms store their factors less one and its MLP is another; Qwen 3's heads are wider than its model."""
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 48, "max_position_embeddings": 128,
-    }  # fmt: skip
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(4)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
@@ -186,7 +259,7 @@ def test_other_families_grow_one_too(kind: str, tmp_path: Path) -> None:
         for one in speak(model, 60, SamplingParams(temperature=0.7)):
             writer.write(one)
         assert writer.flush()
-    grown = grow(lambda: model, "x", sets_of(tmp_path / "records.db"), SHORT, tmp_path / "head", ENOUGH)
+    grown = grow(lambda: model, "x", sets_of(tmp_path / "records.db"), SHORT, tmp_path / "head", enough, tmp_path)
     assert grown.figures is not None
     norm = model.get_decoder().norm
     effective = load_file(tmp_path / "head" / "model.safetensors")["norm.weight"]
@@ -243,6 +316,30 @@ def test_a_head_that_llama_cpp_does_not_compute_is_refused(said: dict[str, Any],
             head, AutoConfig.from_pretrained(target), AutoTokenizer.from_pretrained(target), tmp_path / "x", "f32", "x"
         )
     assert not (tmp_path / "x").exists()
+
+
+def test_a_target_whose_states_llama_cpp_does_not_give_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from adaptive.engines.llamacpp.eagle import write_eagle
+
+    target = save_eagle_target(tmp_path / "target")
+    head = save_eagle(target, tmp_path / "head", "speculators")
+    config, tokenizer = AutoConfig.for_model("qwen2", **SIZES), AutoTokenizer.from_pretrained(target)
+    with pytest.raises(AdaptiveError, match="of targets of the type qwen2 it does not give the states"):
+        write_eagle(head, config, tokenizer, tmp_path / "x", "f32", "x")
+
+
+def test_what_cannot_end_well_is_refused_before_it_begins(tmp_path: Path, adaptive: Command) -> None:
+    (tmp_path / "file").touch()
+    alone = ("--target", str(BUNDLED / "target"), "--draft", "none", "--state-dir", str(tmp_path / "state"))
+    for arguments, said in (
+        ((str(tmp_path / "file" / "head"),), "cannot be written"),
+        ((str(tmp_path / "head"), "--memory", "100MB"), "no head is grown on a target whose layers are on disk"),
+    ):
+        status, _, errors = adaptive("head", *arguments, *alone)
+        assert status == 2
+        assert said in errors.splitlines()[-1]
+    assert not (tmp_path / "head").exists()
 
 
 @pytest.mark.thorough

@@ -292,6 +292,29 @@ def test_a_checkpoint_of_other_weights_is_refused(files: Path, tmp_path: Path) -
     assert "predicts other tokens" in refusal(of(files, draft_checkpoint=str(tmp_path / "other")))
 
 
+def test_of_several_chat_templates_all_are_written(tmp_path: Path) -> None:
+    import gguf
+
+    target = tmp_path / "target"
+    shutil.copytree(BUNDLED / "target", target)
+    (target / "additional_chat_templates").mkdir()
+    (target / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    done = run("export", str(tmp_path / "out"), "--target", str(target), "--draft", "none", "--json")
+    assert done.exit_code == 0, done.output
+    fields = gguf.GGUFReader(json.loads(done.stdout)["target"]).fields
+    assert fields["tokenizer.chat_template"].contents() == (target / "chat_template.jinja").read_text().rstrip("\n")
+    assert fields["tokenizer.chat_template.tool_use"].contents() == "{{ tools }}"
+
+
+def test_a_checkpoint_without_a_tokenizer_is_said_in_one_line(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(BUNDLED / "target", target, ignore=shutil.ignore_patterns("tokenizer*"))
+    done = run("export", str(tmp_path / "out"), "--target", str(target), "--draft", "none")
+    assert isinstance(done.exception, AdaptiveError)
+    assert "the tokenizer of" in str(done.exception)
+    assert "\n" not in str(done.exception)
+
+
 def test_export_does_not_write_over_a_file_unasked(files: Path) -> None:
     again = run("export", str(files))
     assert isinstance(again.exception, AdaptiveError)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import BUNDLED, save_random_adapter
+from foreign_heads import save_eagle, save_eagle_target
 from quantised_checkpoints import FP8, fp8, quantise
 from records_factory import generation
 from store_factory import NEW
@@ -33,11 +34,12 @@ from adaptive.types import SamplingParams
 from adaptive.upstream.kinds import ADAPTIVE, LLAMA_SERVER, SGLANG, UNKNOWN, VLLM, Kind
 from adaptive.upstream.lengths import RoundCosts, advise, round_costs
 from adaptive.upstream.measure import Answered, Measured, counted, each_accepted
-from adaptive.upstream.publishing import edited, options, restart
+from adaptive.upstream.publishing import StartFile, edited, options, restart
 from checkpoints.store import AdapterStore
 from cli.publish import _held_out, _prompts
+from cli.published import AdaptedDraft
 from cli.trial import worse_than
-from trainers.dataset import read_log, split
+from trainers.dataset import Example, read_log, split
 from trainers.lora import Recipe, attach
 
 STARTS = {
@@ -313,6 +315,72 @@ def test_a_draft_that_is_accepted_more_stays(adaptive: Any, state: PairState, bo
     assert any(not np.array_equal(merged[name].numpy(), plain_draft[name].numpy()) for name in merged)
 
 
+def test_a_head_is_put_into_the_start_file_as_a_head_by_its_whole_path(
+    adaptive: Any, state: PairState, box: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, start, running = box
+    head = save_eagle(BUNDLED / "target", tmp_path / "head", "speculators")
+    monkeypatch.chdir(tmp_path)
+    asked = ("--upstream", server.url, "--start", str(start), "--restart", f"cp {start} {running}", "--head", "head")
+    status, out, errors = adaptive("publish", *asked, "--to", "better", "--draft-length", "3", "--json")
+    assert status == 0, errors
+    told = shlex.split(running.read_text(), comments=True)
+    config = json.loads(told[told.index("--speculative-config") + 1])
+    (draft,) = (tmp_path / "better").iterdir()
+    assert config == {"method": "eagle3", "model": str(draft), "num_speculative_tokens": 3}
+    assert json.loads(out)["draft"] == str(draft)
+    assert (draft / "config.json").is_file()
+    assert head.is_dir()
+
+
+def test_a_head_of_another_target_is_refused_before_anything_is_written(
+    adaptive: Any, state: PairState, tmp_path: Path
+) -> None:
+    save_eagle(save_eagle_target(tmp_path / "target"), tmp_path / "head", "speculators")
+    asked = ("--engine", "llama-server", "--head", str(tmp_path / "head"), "--to", str(tmp_path / "to"))
+    status, _, errors = adaptive("publish", *asked)
+    assert status == 2
+    assert "is for a target of width" in errors.splitlines()[-1]
+    assert not (tmp_path / "to").exists()
+
+
+def test_answers_are_not_read_with_the_tokenizer_of_another_pair(
+    adaptive: Any, own_home: Path, adapter: Path, box: Any, tmp_path: Path
+) -> None:
+    """Without --target the pair that was used last is published, whose tokenizer the bundled one need not be."""
+    names = {name: str(tmp_path / name) for name in ("target", "draft")}
+    for name, folder in names.items():
+        shutil.copytree(BUNDLED / name, folder)
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    (tmp_path / "draft" / "config.json").write_text(json.dumps({**config, "comment": "another pair"}))
+    state_with(own_home, adapter, names, answers=30)
+    server, start, _ = box
+    asked = ("--upstream", server.url, "--start", str(start), "--to", str(tmp_path / "better"), "--json")
+    status, out, errors = adaptive("publish", *asked, "--draft-length", "3")
+    assert status == 0, errors
+    assert json.loads(out)["expected_acceptance"] is None
+
+
+def test_answers_longer_than_a_pass_are_cut(own_home: Path, state: PairState) -> None:
+    answer = np.resize(np.arange(300, 400, dtype=np.int32), 2100)
+    example = Example(1, "", np.array([5, 6, 7], np.int32), answer, SamplingParams(), True, None)
+    (replays,) = AdaptedDraft(load_settings({"device": "cpu"}), AdapterStore(state.adapters)).replays([example])
+    assert replays[0].acceptance.shape[1] == 1023
+    assert not replays[0].limited
+
+
+def test_a_start_file_with_windows_ends_of_lines_gets_them_back(tmp_path: Path) -> None:
+    file, before = tmp_path / "start.bat", b"rem start\r\nllama-server -m t.gguf\r\n"
+    file.write_bytes(before)
+    start = StartFile.read(file)
+    start.write(edited(start.before, LLAMA_SERVER, options(LLAMA_SERVER, Path("d.gguf"), 3)))
+    assert start.edited
+    assert b"--spec-draft-n-max 3 -m t.gguf\r\n" in file.read_bytes()
+    start.write(start.before)
+    assert not start.edited
+    assert file.read_bytes() == before
+
+
 def test_a_server_that_does_not_come_back_gets_its_old_draft(adaptive: Any, state: PairState, box: Any) -> None:
     server, start, running = box
     before = start.read_text()
@@ -422,7 +490,10 @@ def test_of_a_draft_with_vision_or_quantised_the_language_model_is_published(
         torch.testing.assert_close(merged(tokens).logits, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_mistakes_are_one_line(adaptive: Any, own_home: Path) -> None:
+def test_mistakes_are_one_line(adaptive: Any, own_home: Path, tmp_path: Path) -> None:
+    key, empty = tmp_path / "key", tmp_path / "empty"
+    key.write_text("schlüssel", encoding="utf-8")
+    empty.touch()
     for arguments, said in (
         ((), "--engine"),
         (("--restart", "true", "--engine", "vllm"), "--upstream"),
@@ -430,6 +501,8 @@ def test_mistakes_are_one_line(adaptive: Any, own_home: Path) -> None:
         (("--upstream", "http://127.0.0.1:80a80"), "must be an address"),
         (("--upstream", "http://127.0.0.1:9", "--draft-length", "0"), "--draft-length is 0"),
         (("--upstream", "http://127.0.0.1:9", "--draft-length", "tree:8"), "takes no tree"),
+        (("--upstream", "http://127.0.0.1:9", "--api-key-file", str(key)), "holds no key"),
+        (("--upstream", "http://127.0.0.1:9", "--api-key-file", str(empty)), "holds no key"),
     ):
         status, _, errors = adaptive("publish", *arguments)
         assert status == 2

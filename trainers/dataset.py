@@ -107,6 +107,16 @@ class Example:
         needed = len(self.prompt) - 2, len(self.prompt) + len(self.output) - 2
         return states.first <= max(0, needed[0]) and states.first + len(states.values) >= needed[1]
 
+    def shortened(self, longest: int) -> Example:
+        """The example with at most the first ``longest`` tokens of its output."""
+        if len(self.output) <= longest:
+            return self
+        known = self.supervision
+        if known is not None:
+            ids, logprobs = known.ids[:longest], known.logprobs[:longest]
+            known = Supervision(ids, logprobs, known.rest[:longest], known.chosen[:longest])
+        return replace(self, output=self.output[:longest], limited=False, supervision=known)
+
     @property
     def replayable(self) -> bool:
         """Whether acceptance can be computed from it. A sampled token needs the target's probability of it. Constrained
@@ -283,26 +293,26 @@ def _examples(dataset: Dataset, longest: int, spool: FeatureSpool | None) -> Ite
             if not spool.has(features.number, features.tokens):
                 continue
         supervision = None
-        output = np.asarray(r["output"], np.int32)
         if r["rest"] is not None:
             rest = np.asarray(r["rest"], np.float16)
             supervision = Supervision(
-                ids=np.asarray(r["top_ids"], np.int32).reshape(len(rest), -1)[:longest],
-                logprobs=np.asarray(r["top_logprobs"], np.float16).reshape(len(rest), -1)[:longest],
-                rest=rest[:longest],
-                chosen=np.asarray(r["chosen"], np.float16)[:longest],
+                ids=np.asarray(r["top_ids"], np.int32).reshape(len(rest), -1),
+                logprobs=np.asarray(r["top_logprobs"], np.float16).reshape(len(rest), -1),
+                rest=rest,
+                chosen=np.asarray(r["chosen"], np.float16),
             )
-        yield Example(
+        whole = Example(
             id=int(r["id"]),
             domain=str(r["domain"]),
             prompt=np.asarray(r["prompt"], np.int32),
-            output=output[:longest],
+            output=np.asarray(r["output"], np.int32),
             sampling=SamplingParams.from_json(str(r["sampling"])),
-            limited=bool(r["limited"]) and len(output) <= longest,
+            limited=bool(r["limited"]),
             supervision=supervision,
             features=features,
             fold=float(r["fold"]),
         )
+        yield whole.shortened(longest)
 
 
 def held(given: Sequence[Example]) -> list[Example]:

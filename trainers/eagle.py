@@ -15,11 +15,11 @@ states. Out: tensors and config of a head in the format of the speculators libra
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from adaptive.engines.head.eagle import Eagle3Head, EagleConfig
 from adaptive.engines.head.parts import decoder_of, parts_of_model, shared_of_model
 from adaptive.engines.head.speculators import rewrite, save
 from adaptive.errors import AdaptiveError
+from checkpoints import files
 from checkpoints.manifest import HeldOut
 from trainers.batches import longest_text
 from trainers.dataset import Example
@@ -38,7 +39,7 @@ from trainers.gate import held_out
 from trainers.lora import AdapterState
 from trainers.recipe import Recipe
 from trainers.replay import Replay, Stopped, acceptance_rate
-from trainers.sets import Sets
+from trainers.sets import MIN_TRAIN, MIN_VALIDATION, Sets
 from trainers.start import IN_NORMS, RIDGE, unit
 from trainers.states import States, narrowed, text_of, with_states
 from trainers.students import ShouldStop, WholeHead
@@ -61,6 +62,8 @@ SHARP = 32.0
 FLOOR = 0.02
 # Of a target without a gated MLP of Llama's type, a head's MLP is at most this many times as wide as its input.
 WIDEST = 4
+# The norm that Llama's layers have before their MLP.
+AFTER_ATTENTION = "post_attention_layernorm.weight"
 
 
 def taps_of(layers: int) -> tuple[int, int, int]:
@@ -89,7 +92,11 @@ def start_of(target: PreTrainedModel, examples: Sequence[Example], taps: tuple[i
     """
     config, parts = target.config.get_text_config(), parts_of_model(target)
     width, device = int(config.hidden_size), next(target.parameters()).device
-    final = _effective(decoder_of(target).norm, width)
+    final, last = _effective(decoder_of(target).norm, width), dict(parts.layer)
+    if _copied(config, last):  # its norm's factors, whatever the module stores
+        last[AFTER_ATTENTION] = _effective(decoder_of(target).layers[-1].post_attention_layernorm, width)
+    else:
+        last = {}
     embedding = parts.embedding["weight"]
     chosen, tokens = [], 0
     for example in reversed(examples):
@@ -117,7 +124,7 @@ def start_of(target: PreTrainedModel, examples: Sequence[Example], taps: tuple[i
         text, before, after = states_of(example)
         tokens_read = unit(torch.nn.functional.embedding(text[1:], embedding).float())
         step.add(torch.cat([tokens_read, unit(before[:-1] @ fused.T)], dim=-1), unit(after[1:]))
-    layer = _layer(config, width, parts.layer)
+    layer = _layer(config, width, last)
     inputs = step.squares / step.count * IN_NORMS**2
     tensors = {
         "fc.weight": fused,
@@ -125,7 +132,7 @@ def start_of(target: PreTrainedModel, examples: Sequence[Example], taps: tuple[i
         "layers.0.input_layernorm.weight": torch.full((width,), IN_NORMS),
         "layers.0.hidden_norm.weight": torch.full((width,), IN_NORMS),
         **_attention(step.solved(), inputs, layer),
-        **_mlp(parts.layer if _copied(config, parts.layer) else {}, layer, IN_NORMS / math.exp(size / fuse.count)),
+        **_mlp(last, layer, IN_NORMS / math.exp(size / fuse.count)),
     }
     own = {name: tensor.float().cpu().contiguous().clone() for name, tensor in tensors.items()}
     return EagleStart({**own, "lm_head.weight": parts.projection["weight"].cpu()}, layer, taps)
@@ -153,6 +160,7 @@ class _Fit:
         return found
 
 
+@torch.no_grad()
 def _effective(norm: torch.nn.Module, width: int) -> torch.Tensor:
     """The factors (width,) of a root mean square norm, whatever its module stores (some store them less one). Raises
     AdaptiveError for another kind of norm."""
@@ -161,18 +169,19 @@ def _effective(norm: torch.nn.Module, width: int) -> torch.Tensor:
     found: torch.Tensor = norm(signs).float().cpu()
     mirrored = norm(-signs).float().cpu()
     if not torch.allclose(found, -mirrored, atol=1e-5) or float(found.abs().max()) < 1e-3:
-        raise AdaptiveError(f"no EAGLE-3 head can be grown on this target: its final norm is a {type(norm).__name__}")
+        raise AdaptiveError(f"no EAGLE-3 head can be grown on this target: it has a {type(norm).__name__}")
     return found
 
 
 def _layer(config: Any, width: int, last: Tensors) -> dict[str, Any]:
-    """The config of the head's layer. ``last``: the tensors of the target's last layer."""
+    """The config of the head's layer. ``last``: the tensors of the target's last layer, if the head begins with its
+    MLP."""
     size = int(getattr(config, "head_dim", None) or width // config.num_attention_heads)
     heads = max(1, width // size)
     rope = getattr(config, "rope_parameters", None) or {}
     own = getattr(config, "intermediate_size", None)
     wide = min(own, WIDEST * width) if isinstance(own, int) else WIDEST * width
-    if _copied(config, last):
+    if last:
         wide = len(last["mlp.gate_proj.weight"])
     return {
         "model_type": "llama",
@@ -194,11 +203,14 @@ def _layer(config: Any, width: int, last: Tensors) -> dict[str, Any]:
 
 
 def _copied(config: Any, last: Tensors) -> bool:
-    """Whether the target's last layer has an MLP that the head's layer can begin with."""
+    """Whether the target's last layer has an MLP that the head's layer can begin with, behind a norm at the same place.
+    Layers that norm what attention and MLP return (OLMo 2, EXAONE 4) call another norm by the same name."""
     act = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
-    names = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight", "post_attention_layernorm.weight")
+    names = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
+    there = all(name in last for name in (*names, AFTER_ATTENTION, "input_layernorm.weight"))
+    other = any(name.startswith("post_feedforward_layernorm") for name in last)
     biased = any(name.startswith("mlp.") and name.endswith(".bias") for name in last)
-    return act == "silu" and all(name in last for name in names) and not biased
+    return act == "silu" and there and not biased and not other
 
 
 def _attention(step: torch.Tensor, inputs: torch.Tensor, layer: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -278,42 +290,51 @@ def grow(
     sets: Sets,
     recipe: Recipe,
     folder: Path,
-    most: int,
+    most: Callable[[], int],
+    scratch: Path,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Grown:
     """Grow a head on the target that ``load`` returns and that is called ``name``, from the examples of ``sets``, and
-    write it into ``folder``. States of the newest texts are used, as many as ``most`` bytes hold. Once these are
-    computed, the target is freed but for its embedding and projection.
+    write it into ``folder``. States of the newest texts are used, as many as fit into the bytes that ``most`` returns
+    when the target is loaded. Once these are computed, the target is freed but for its embedding and projection. The
+    head is in the folder ``scratch`` meanwhile, and stays there if ``folder`` cannot be written in the end.
 
-    Raises AdaptiveError if no head can be grown on this target, and Stopped if ``should_stop`` returns True before the
-    first weights were judged; nothing is written then.
+    Raises AdaptiveError if no head can be grown on this target or from so few texts, and Stopped if ``should_stop``
+    returns True before the first weights were judged; nothing is written then.
     """
     target = load()
-    config, longest = target.config.get_text_config(), longest_text(target)
-    count, layers = int(config.vocab_size), int(config.num_hidden_layers)
+    config, longest, room = target.config.get_text_config(), longest_text(target), most()
+    count, layers, width = int(config.vocab_size), int(config.num_hidden_layers), int(config.hidden_size)
     taps = taps_of(layers)
+    _effective(decoder_of(target).norm, width)  # raised here, before the states of all texts are computed
+    parts_of_model(target)
     states = States(target, (*taps, layers))
     texts = Texts(sum(map(len, (sets.train, sets.validation, sets.gate))), on_progress)
     validation, gate, train = (
-        with_states(part, states, longest, most // share, texts.done, should_stop)
+        with_states(part, states, longest, room // share, texts.done, should_stop)
         for part, share in ((sets.validation, 8), (sets.gate, 4), (sets.train, 2))
     )
+    least = (len(train), MIN_TRAIN), (len(validation), MIN_VALIDATION), (len(gate), min(len(sets.gate), 1))
+    if any(there < needed for there, needed in least):
+        raise AdaptiveError(
+            f"the hidden states of {len(train)} texts to train on, {len(validation)} to choose the weights by and "
+            f"{len(gate)} to judge them by fit into memory, which is too few; free memory, or take a smaller target"
+        )
     start = start_of(target, train, taps)
-    read = len(taps) * int(config.hidden_size)
-    validation, gate, train = ([narrowed(e, read) for e in part] for part in (validation, gate, train))
+    for part in (validation, gate, train):  # one after the other, so that the wide ones are freed meanwhile
+        part[:] = [narrowed(part.pop(0), len(taps) * width) for _ in range(len(part))]
     ids = choose_vocabulary(train, count, _reads(start, layers), recipe.draft_length)
     tensors = dict(start.tensors)
     if ids is not None:
         tensors["lm_head.weight"] = tensors["lm_head.weight"][ids]
         tensors["d2t"] = ids - torch.arange(len(ids))
     few = count if ids is None else len(ids)
-    said = EagleConfig(None, count, few, int(config.hidden_size), taps, True, False)
+    said = EagleConfig(None, count, few, width, taps, True, False)
     shared, architectures = shared_of_model(target), target.config.architectures
     del target, states
     gc.collect()  # hooks and modules refer to each other
-    with tempfile.TemporaryDirectory() as scratch:
-        first = Path(scratch) / "head"
+    with _unfinished(scratch) as first:
         save(first, tensors, said, start.layer, name, architectures)
         student = EagleStudent(Eagle3Head(shared, first, torch.float32), recipe, first)
         result = fit(
@@ -322,9 +343,29 @@ def grow(
         if result.best is None:
             raise Stopped
         student.restore(result.best)
-        student.write(result.best, folder)
+        try:
+            student.write(result.best, folder)
+        except AdaptiveError as error:
+            kept = scratch / f"head-{first.name.removeprefix(files.UNFINISHED)}"
+            student.write(result.best, kept)
+            raise AdaptiveError(f"{error}; the head is in {kept}") from error
     figures, by_step = (None, ()) if result.stopped or not gate else _judged(student, gate, recipe, should_stop)
+    if figures is None and gate:
+        result = replace(result, stopped=True)
     return Grown(result, figures, by_step, len(train), few)
+
+
+@contextlib.contextmanager
+def _unfinished(folder: Path) -> Iterator[Path]:
+    """A path in ``folder`` for what is deleted in the end. Raises AdaptiveError if ``folder`` cannot be written."""
+    try:
+        path = files.unfinished(folder)
+    except OSError as error:
+        raise AdaptiveError(f"{folder} cannot be written ({error.strerror})") from error
+    try:
+        yield path
+    finally:
+        files.finished(path)
 
 
 def _judged(

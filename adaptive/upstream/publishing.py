@@ -133,7 +133,7 @@ class StartFile:
     def read(cls, path: Path) -> StartFile:
         """The file as it is."""
         try:
-            return cls(path, path.read_text(encoding="utf-8"))
+            return cls(path, _text(path))
         except (OSError, UnicodeDecodeError) as error:
             raise AdaptiveError(f"start file {path} cannot be read ({error})") from error
 
@@ -141,7 +141,7 @@ class StartFile:
     def edited(self) -> bool:
         """Whether it does not contain its first text now."""
         try:
-            return self.path.read_text(encoding="utf-8") != self.before
+            return _text(self.path) != self.before
         except (OSError, UnicodeDecodeError):
             return True
 
@@ -154,6 +154,11 @@ class StartFile:
             real.chmod(mode)
         except OSError as error:
             raise AdaptiveError(f"start file {self.path} cannot be written ({error.strerror})") from error
+
+
+def _text(path: Path) -> str:
+    """A file's text, with its ends of lines as they are. Raises OSError and UnicodeDecodeError."""
+    return path.read_bytes().decode("utf-8")
 
 
 def restart(command: str, url: str, key: str | None, draft: Path | None, length: int, wait_s: float) -> None:

@@ -48,11 +48,13 @@ def write_speculators(head: Path, target: Path, name: str, destination: Path, ad
 def rewrite(folder: Path, tensors: Tensors, destination: Path) -> None:
     """Write the head in ``folder`` into ``destination``, with other ``tensors`` in the place of some of its own. Raises
     AdaptiveError if it cannot be read or written."""
+    check_other_weights(destination)
     try:
         whole = {**load_file(folder / WEIGHTS), **tensors}
         destination.mkdir(parents=True, exist_ok=True)
         save_file(whole, destination / WEIGHTS, metadata={"format": "pt"})
-        shutil.copyfile(folder / "config.json", destination / "config.json")
+        if destination != folder:
+            shutil.copyfile(folder / "config.json", destination / "config.json")
     except (OSError, SafetensorError) as error:
         raise AdaptiveError(f"{destination} cannot be written ({first_line(error)}); choose another folder") from error
 
@@ -62,6 +64,7 @@ def save(
 ) -> None:
     """Write a head's ``tensors`` and config into the folder ``destination``. ``layer``: the config of its layers;
     ``target``: the name of its target, of the class ``architectures``. Raises AdaptiveError if it cannot be written."""
+    check_other_weights(destination)
     tensors = dict(tensors)
     d2t = tensors.get("d2t")
     if d2t is not None:
@@ -94,3 +97,12 @@ def save(
     except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         reason = getattr(error, "strerror", None) or first_line(error)
         raise AdaptiveError(f"{destination} cannot be written ({reason}); choose another folder") from error
+
+
+def check_other_weights(destination: Path) -> None:
+    """Raise AdaptiveError if there are other weights in ``destination``, which would be read as parts of the head."""
+    others = sorted(file.name for file in destination.glob("*.safetensors") if file.name != WEIGHTS)
+    if others:
+        raise AdaptiveError(
+            f"{destination} holds {others[0]}, which would be read as a part of the head; choose another folder"
+        )

@@ -23,11 +23,13 @@ from adaptive.engines.llamacpp.write_tokenizer import add_tokenizer, pre_tokeniz
 from adaptive.errors import AdaptiveError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 ARCHITECTURE = "eagle3"
 # The number of the target's layers whose states llama.cpp's graph reads.
 STATES = 3
+# Types of targets whose graphs in llama.cpp do not keep the inputs of their layers.
+FEED_NO_HEAD = ("qwen2", "gemma3", "gemma3_text")
 # GGUF's names of a head's tensors.
 NAMES = {
     "fc": "fc",
@@ -50,7 +52,7 @@ NAMES = {
 
 def write_eagle(
     head: Path,
-    target: Any,
+    target: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     file: Path,
     encoding: Encoding,
@@ -68,7 +70,7 @@ def write_eagle(
     said = read_eagle(head)
     tensors = learned(head, adapter)
     taps = said.taps_of(int(target.num_hidden_layers))
-    _check(said, tensors, taps, int(target.num_hidden_layers), head)
+    _check(said, tensors, taps, target, head)
     splitter = pre_tokenizer(tokenizer, said.vocab_size)
     with written(file, ARCHITECTURE, encoding) as writer:
         _describe(writer, said, taps, name)
@@ -79,9 +81,17 @@ def write_eagle(
         on_progress(1.0)
 
 
-def _check(said: EagleConfig, tensors: Tensors, taps: tuple[int, ...], layers: int, folder: Path) -> None:
+def feeds_no_head(target: PretrainedConfig) -> bool:
+    """Whether llama.cpp cannot give a head the states of this target (the graphs of its architecture do not keep the
+    inputs of layers)."""
+    return target.model_type in FEED_NO_HEAD
+
+
+def _check(said: EagleConfig, tensors: Tensors, taps: tuple[int, ...], target: PretrainedConfig, folder: Path) -> None:
     """Raise AdaptiveError unless llama.cpp computes this head."""
+    layers = int(target.num_hidden_layers)
     reasons = (
+        (feeds_no_head(target), f"of targets of the type {target.model_type} it does not give the states"),
         (int(said.layer.num_hidden_layers) != 1, "it has more than one layer"),
         (said.layer.model_type != "llama", f"its layer is of type {said.layer.model_type}"),
         (said.layer.hidden_act != "silu", f"its activation is {said.layer.hidden_act}"),

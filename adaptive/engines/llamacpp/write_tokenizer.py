@@ -87,8 +87,11 @@ def add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, rows: int, sp
         number = getattr(tokenizer, f"{name}_token_id")
         if number is not None:
             getattr(writer, f"add_{name}_token_id")(number)
-    if tokenizer.chat_template:
-        writer.add_chat_template(tokenizer.chat_template)
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # several, of which "default" is the usual one
+        writer.add_chat_template([{"name": name, "template": text} for name, text in template.items()])
+    elif template:
+        writer.add_chat_template(template)
 
 
 def _bpe(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -126,15 +129,21 @@ def _tried(tokenizer: PreTrainedTokenizerBase, rows: int) -> str:
     none."""
     gguf = package()
     expected = tokenizer.encode(SAMPLE, add_special_tokens=False)
-    with tempfile.TemporaryDirectory() as scratch:
-        for splitter in OTHERS:
-            file = Path(scratch) / f"{splitter}.gguf"
-            writer = gguf.GGUFWriter(file, "llama")  # any architecture: only the vocabulary is read
-            add_tokenizer(writer, tokenizer, rows, splitter)
-            finish(writer)
-            theirs = GgufTokenizer(LlamaModel(file, vocabulary_only=True))
-            if theirs.encode(SAMPLE, add_special_tokens=False) == expected:
-                return splitter
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            for splitter in OTHERS:
+                file = Path(scratch) / f"{splitter}.gguf"
+                writer = gguf.GGUFWriter(file, "llama")  # any architecture: only the vocabulary is read
+                add_tokenizer(writer, tokenizer, rows, splitter)
+                finish(writer)
+                theirs = GgufTokenizer(LlamaModel(file, vocabulary_only=True))
+                if theirs.encode(SAMPLE, add_special_tokens=False) == expected:
+                    return splitter
+    except OSError as error:
+        place = tempfile.gettempdir()
+        raise AdaptiveError(
+            f"the tokenizer cannot be compared with llama.cpp's: {place} cannot be written ({error.strerror})"
+        ) from error
     raise AdaptiveError(
         "llama.cpp has no pre-tokenizer that splits text as this tokenizer does, so that it cannot be written as GGUF"
     )
