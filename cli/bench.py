@@ -59,7 +59,7 @@ def bench(
     console = Console(stderr=True)
 
     from cli.opened import open_pair
-    from cli.other import advice, engines, load_other, other_engines, other_settings
+    from cli.other import advice, load_other, other_engines, other_settings
 
     settings = settings.model_copy(update={"record": False, "draft_length": "auto"})
     elsewhere = other_settings(settings, other_target, other_draft)
@@ -69,12 +69,8 @@ def bench(
         adapter = session.assistant.adapter
         verdict = None
         if other is not None and elsewhere is not None:
-            name = other_engines(other, session.pair)
-            speeds = {
-                engines(session.pair): (_best(rows, "ours"), settings),
-                name: (_best(rows, name), elsewhere),
-            }
-            verdict = advice(speeds)
+            there = _best(rows, other_engines(other, session.pair))
+            verdict = advice(session.pair, (_best(rows, "ours"), settings), other, (there, elsewhere))
     if as_json:
         print(
             json.dumps(

@@ -85,7 +85,7 @@ def calibrate(
 
     asked = read_prompts(prompts) if prompts is not None else [bare_prompt(text) for text in PROMPTS]
     from cli.opened import open_pair
-    from cli.other import advice, engines, load_other, other_engines, other_settings
+    from cli.other import advice, engines, load_other, other_settings
 
     console = Console(stderr=True, highlight=False)
     elsewhere = other_settings(settings, other_target, other_draft)
@@ -130,11 +130,8 @@ def calibrate(
                 raise AdaptiveError("--other-target is given without --other-draft; name both")
             elsewhere_repeats = measure_repeatedly(other, sampling, console, busy)
             there = predict(elsewhere_repeats.costs, sample, other)
-            speeds = {
-                engines(session.pair): (max(forecast.tokens_per_second), settings),
-                other_engines(other, session.pair): (max(there.tokens_per_second), elsewhere),
-            }
-            verdict = advice(speeds)
+            here = max(forecast.tokens_per_second), settings
+            verdict = advice(session.pair, here, other, (max(there.tokens_per_second), elsewhere))
     report = _report(session, forecast, source, repeats)
     if verdict is not None:
         report["other"] = {

@@ -25,7 +25,8 @@ OtherDraft = Annotated[Optional[str], typer.Option(help="The draft beside that t
 def other_settings(settings: Settings, target: str | None, draft: str | None) -> Settings | None:
     """The settings of the other pair, None if none is named.
 
-    A GGUF draft there is taken as a copy of the checkpoint here, so that the adapter fits both.
+    A GGUF draft there is taken as a copy of the checkpoint here, so that the adapter fits both. A GGUF file is as it is
+    quantised; other weights are quantised as here.
     """
     from adaptive.engines.llamacpp.files import is_gguf_name
 
@@ -34,11 +35,14 @@ def other_settings(settings: Settings, target: str | None, draft: str | None) ->
             raise AdaptiveError("--other-draft is given without --other-target; name both")
         return None
     checkpoint = None
+    changes: dict[str, str | None] = {"target": target, "draft": draft or "none"}
+    if is_gguf_name(target):
+        changes["quantize"] = "none"
     if draft is not None and is_gguf_name(draft):
+        changes["draft_quantize"] = "none"
         here = settings.draft_checkpoint or (settings.draft if settings.target is not None else _bundled_draft())
         checkpoint = here if here is not None and not is_gguf_name(here) else None
-    names = {"target": target, "draft": draft or "none", "draft_checkpoint": checkpoint}
-    return settings.model_copy(update={**names, "quantize": "none", "draft_quantize": "none"})
+    return settings.model_copy(update={**changes, "draft_checkpoint": checkpoint})
 
 
 def _bundled_draft() -> str:
@@ -75,9 +79,12 @@ def other_engines(other: Pair, pair: Pair) -> str:
     return engines(other) + (" (other)" if other.target.name == pair.target.name else "")
 
 
-def advice(speeds: dict[str, tuple[float, Settings]]) -> str:
-    """Which of two pairs to use, named by their engines, given the best tokens per second of each and the settings that
-    select it."""
-    (best, (fast, chosen)), (other, (slow, _)) = sorted(speeds.items(), key=lambda item: -item[1][0])
-    names = as_typed(chosen, *PAIR)
-    return f"{best} is {fast / slow:.2f} times as fast here as {other}" + (f": use {names}" if names else "")
+def advice(pair: Pair, here: tuple[float, Settings], other: Pair, there: tuple[float, Settings]) -> str:
+    """Which of two pairs to use, named by their engines where these differ, given the best tokens per second of each
+    and the settings that select it."""
+    names = engines(pair), engines(other)
+    if other.target.name == pair.target.name:
+        names = "this pair", "the other pair"
+    (slow, _, behind), (fast, chosen, best) = sorted(((*here, names[0]), (*there, names[1])), key=lambda one: one[0])
+    typed = as_typed(chosen, *PAIR)
+    return f"{best} is {fast / slow:.2f} times as fast here as {behind}" + (f": use {typed}" if typed else "")

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from conftest import Command, save_random_pair
 
+from adaptive.settings import load_settings
 from cli.contenders import repeated
+from cli.other import other_settings
 
 
 def test_bench_lists_every_contender_with_the_same_greedy_answer(adaptive: Command, tmp_path: Path) -> None:
@@ -78,3 +80,13 @@ def test_a_peer_that_has_no_address_is_one_line(adaptive: Command, tmp_path: Pat
     code, _, err = adaptive("bench", *options, "--peer", url)
     assert code == 2
     assert f"no llama.cpp server answers at {url} (" in err.splitlines()[-1]
+
+
+def test_another_pair_is_quantised_as_this_one_and_a_gguf_file_as_it_is() -> None:
+    here = load_settings({"target": "t", "draft": "d", "quantize": "nf4", "draft_quantize": "int8"})
+    other = other_settings(here, "t2", "head")
+    assert other is not None
+    assert (other.target, other.draft, other.quantize, other.draft_quantize) == ("t2", "head", "nf4", "int8")
+    files = other_settings(here, "t.gguf", "d.gguf")
+    assert files is not None
+    assert (files.quantize, files.draft_quantize, files.draft_checkpoint) == ("none", "none", "d")
