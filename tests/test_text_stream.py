@@ -124,6 +124,17 @@ def test_a_model_that_says_the_replacement_character_is_shown(tokenizer: PreTrai
     assert max(decoded) < 32
 
 
+@pytest.mark.parametrize("text", ["I like 🦊 and 日本", "A\ufffd🦊\ufffd"])
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, by_bytes()], ids=["byte level", "byte fallback"])
+def test_a_text_that_was_cut_within_a_character_goes_on_with_it(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for end in range(len(ids) + 1):
+        first, then = TextStream(tokenizer), TextStream(tokenizer, context=ids[:end])
+        begun = "".join([*map(first.push, ids[:end]), first.finish()])
+        assert text.startswith(begun)
+        assert "".join([begun, *map(then.push, ids[end:]), then.finish()]) == text
+
+
 def test_a_text_that_goes_on_keeps_its_first_space() -> None:
     tokenizer = by_bytes()
     first, second = (tokenizer.convert_tokens_to_ids(word) for word in ("A", "▁B"))

@@ -1,4 +1,8 @@
-"""Converts token ids to displayable text: whole characters, and nothing from a stop string on."""
+"""Converts token ids to displayable text: whole characters, and nothing from a stop string on.
+
+A text that ends within a character, as where a limit cuts it, is shown without the part of it. A text that continues
+those tokens then begins with the whole character.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,8 @@ WINDOW = 8
 # U+FFFD again and again is shown in longer pieces, and each step decodes more. U+FFFD has three bytes; with a multiple
 # of them, a text of it in tokens of one byte is shown up to the end of a character.
 REPLACEMENT, MOST_HELD = 3, 18
+# What decoding writes for bytes that are no character.
+BROKEN = "\ufffd"
 
 
 class TextStream:
@@ -42,18 +48,35 @@ class TextStream:
         self._stops = stop_strings(tuple(stop)) if stop else None
         self._state = 0  # of the automaton, after all text so far
         self._text = _decoder(tokenizer)
+        self._encode: Callable[[str], list[int]] = partial(tokenizer.encode, add_special_tokens=False)
         self.window: list[int] = []  # the last tokens; their text up to now is `before`
         self.before = ""
-        for count in range(LEFT_CONTEXT, LONGEST_CONTEXT):
-            window = list(context[-count:])
-            before = self._text(window) if window else ""
-            if "\ufffd" not in before:  # the window neither begins nor ends within a character
-                self.window, self.before = window, before
-                break
         self.undecided = 0  # tokens since the last whole character
+        self._go_on(list(context[-LONGEST_CONTEXT - MOST_HELD :]))
         self.held = ""  # decoded text that may begin a stop string
         self.stopped = False
         self.stopped_by = ""  # the stop string that ended the text
+
+    def _go_on(self, context: list[int]) -> None:
+        """Continue ``context``: begin with the fewest of its last tokens that decode to whole characters, and the part
+        of a character after them."""
+        for end in range(len(context), max(-1, len(context) - MOST_HELD), -1):
+            part = context[end:]
+            for count in range(LEFT_CONTEXT, LONGEST_CONTEXT):
+                window = context[max(0, end - count) : end]
+                before = self._text(window)
+                if BROKEN not in before:
+                    self.window = window + part
+                    self.before = self._text(self.window)
+                    if part and self._is_cut(part):
+                        self.undecided = len(part)
+                        self.before = max(before, self.before.rstrip(BROKEN), key=len)
+                    return
+
+    def _is_cut(self, tokens: list[int]) -> bool:
+        """Whether these last tokens, whose text ends with U+FFFD, end within a character. Else the model has said
+        U+FFFD itself, which is encoded as these tokens."""
+        return self._encode(self._text(tokens))[-len(tokens) :] != tokens
 
     def push(self, token: int) -> str:
         """The text that becomes certain with one more token; sets ``stopped`` at a stop string."""
@@ -63,7 +86,7 @@ class TextStream:
             return self._release(new)
         self.window.append(token)
         after = self._text(self.window)
-        self.undecided = self.undecided + 1 if after.endswith("\ufffd") else 0
+        self.undecided = self.undecided + 1 if after.endswith(BROKEN) else 0
         if 0 < self.undecided < MOST_HELD:
             return ""
         new = after[len(self.before) :]
@@ -88,10 +111,13 @@ class TextStream:
             self.before = self._text(self.window)
 
     def finish(self) -> str:
-        """The text that is still held back, when no more tokens come."""
+        """The text that is still held back, when no more tokens come; not a part of a character."""
         if self.stopped:
             return ""
-        text = self._release(self._text(self.window)[len(self.before) :]) + self.held
+        after = self._text(self.window)
+        if self.undecided and self._is_cut(self.window[-self.undecided :]):
+            after = after.rstrip(BROKEN)
+        text = self._release(after[len(self.before) :]) + self.held
         self.held = ""
         return text
 
