@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
@@ -43,8 +45,10 @@ def chat(
     from adaptive.settings import change_settings
     from cli.chat_input import echo, piped
     from cli.chat_session import Chat
+    from cli.logs import hold_warnings
     from cli.opened import open_pair
 
+    question = (question or "").strip()
     typing = sys.stdin is not None and sys.stdin.isatty()  # None if it is closed, as by <&-
     if not typing:
         question = "\n\n".join(text for text in (question, piped()) if text)
@@ -55,30 +59,32 @@ def chat(
     if distill is not None:
         settings = change_settings(settings, {"distill": distill})
     with contextlib.ExitStack() as stack:
-        opened = stack.enter_context(open_pair(settings, console))
+        show_warnings = stack.enter_context(hold_warnings(console))
+        opened = stack.enter_context(open_pair(settings, console, warn=logging.getLogger("adaptive").warning))
         # This import loads torch, which takes a second, so it waits until a progress bar was shown.
         from adaptive.service.trainer import background
 
         trainer = stack.enter_context(background(settings, opened.state))
         under_way = Chat(settings, opened, console, session, system, trainer, plain)
+        show_warnings()
         if typing:
             with echo():
-                converse(under_way, question)
+                converse(under_way, question, show_warnings)
         else:
-            under_way.ask(question or "")
+            under_way.ask(question)
             last = opened.assistant.last
             if last is not None and last.finish_reason == "cancelled":  # ctrl-C: what reads the answer must not go on
                 raise typer.Exit(130)
 
 
-def converse(chat: Chat, question: str | None = None) -> None:
+def converse(chat: Chat, question: str = "", before: Callable[[], None] = lambda: None) -> None:
     """Ask the ``question``, if given, and then what the user types, until ctrl-D or /exit. ctrl-C ends what is under
-    way, and no more."""
+    way, and no more. ``before`` is called before each prompt."""
     from cli.chat_commands import COMMANDS, carry_out
     from cli.chat_input import Keyboard, is_command
 
     chat.greet()
-    chat.keyboard = Keyboard([*COMMANDS], chat.opened.state.typed if chat.record else None)
+    chat.keyboard = Keyboard([*COMMANDS], chat.opened.state.typed if chat.record else None, before)
     chat.trainer.idle()
     first = [question] if question else []
     while True:

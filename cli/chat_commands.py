@@ -227,13 +227,13 @@ def help_text() -> Group:
 
 def carry_out(chat: Chat, text: str) -> bool:
     """Carry out a typed command; False means leave the chat."""
-    name, _, said = text.partition(" ")
+    name, *said = text.split(maxsplit=1)
     command = COMMANDS.get("/exit" if name == "/quit" else name)
     if command is None:
         chat.console.print(f"there is no {name}; /help lists what there is", markup=False)
         return True
     try:
-        return command.run(chat, said.strip()) is not False
+        return command.run(chat, "".join(said).strip()) is not False
     except AdaptiveError as error:
         chat.console.print(str(error), style="red", markup=False)
         return True

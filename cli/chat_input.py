@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ QUOTES = '"""'
 
 def is_command(text: str) -> bool:
     """Whether a message is a command: a slash and a word of letters, unlike a path."""
-    return re.fullmatch(r"/[a-z]+", text.split(maxsplit=1)[0]) is not None if text else False
+    return any(re.fullmatch(r"/[a-z]+", word) for word in text.split(maxsplit=1)[:1])
 
 
 def piped() -> str:
@@ -49,17 +49,19 @@ def echo() -> Iterator[None]:
 class Keyboard:
     """Messages typed at a terminal."""
 
-    def __init__(self, commands: Sequence[str], kept: Path | None) -> None:
-        """``commands`` are completed; typed lines are kept in the file ``kept``, or (None) for this run only."""
+    def __init__(self, commands: Sequence[str], kept: Path | None, before: Callable[[], None] = lambda: None) -> None:
+        """``commands`` are completed; typed lines are kept in the file ``kept``, or (None) for this run only. Before
+        the prompt of each message ``before`` is called."""
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
-        from prompt_toolkit.history import FileHistory, InMemoryHistory
+        from prompt_toolkit.history import InMemoryHistory
 
-        if kept is not None:
-            kept.touch(mode=0o600)
+        from cli.chat_typed import Typed
+
+        self._before = before
         self._session: PromptSession[str] = PromptSession(
             completer=WordCompleter(list(commands), sentence=True),
-            history=InMemoryHistory() if kept is None else FileHistory(str(kept)),
+            history=InMemoryHistory() if kept is None else Typed(kept),
         )
 
     def messages(self) -> Iterator[str]:
@@ -75,6 +77,7 @@ class Keyboard:
                 yield text
 
     def _message(self) -> str:
+        self._before()
         text = self._line(PROMPT)
         if text.lstrip().startswith(QUOTES):
             text = text.lstrip().removeprefix(QUOTES)

@@ -7,6 +7,7 @@ commands, so that ``adaptive --help`` answers at once.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -120,8 +121,16 @@ def _reader_has_ended(ending: BaseException) -> bool:
     return False
 
 
+def _replace_what_cannot_be_encoded() -> None:
+    """Have standard output write a question mark for a character that its encoding lacks, instead of failing in the
+    middle of an answer. (Standard error never fails.)"""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="replace")
+
+
 def _run() -> None:
     wait()
+    _replace_what_cannot_be_encoded()
     keep_buffers()
     look_for_cycles_less()
     debug = "--debug" in sys.argv or bool(os.environ.get("ADAPTIVE_DEBUG"))

@@ -39,8 +39,10 @@ def _bar(console: Console) -> Iterator[Callable[[str, float], None]]:
 
 
 @contextlib.contextmanager
-def open_pair(settings: Settings, console: Console, cache_bytes: int = 0) -> Iterator[OpenedPair]:
-    """Load a pair and open it; see ``adaptive.opened``."""
+def open_pair(
+    settings: Settings, console: Console, cache_bytes: int = 0, warn: Callable[[str], None] | None = None
+) -> Iterator[OpenedPair]:
+    """Load a pair and open it; see ``adaptive.opened``. Warnings are printed unless there is a ``warn``."""
     with _bar(console):  # shown before torch and transformers are imported, since that takes seconds
         from adaptive.pair import pair_identity
         from adaptive.state import open_state
@@ -52,10 +54,10 @@ def open_pair(settings: Settings, console: Console, cache_bytes: int = 0) -> Ite
 
     from adaptive.opened import opened
 
-    def warn(text: str) -> None:
+    def shown(text: str) -> None:
         console.print(text, style="yellow", markup=False)
 
     show_migrations()
     measuring = console.status("measuring what a round costs here, once")
-    with opened(settings, pair, cache_bytes, warn, measuring) as ready:
+    with opened(settings, pair, cache_bytes, warn or shown, measuring) as ready:
         yield ready

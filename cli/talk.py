@@ -57,10 +57,11 @@ class Talk:
         from adaptive.settings import expanded
 
         place = expanded(file)
-        said = {"messages": [{"role": m.role, "content": m.content} for m in self.messages]}
+        messages = [{"role": m.role, "content": m.content} for m in self.messages]
+        said = json.dumps({"messages": messages}, ensure_ascii=False)
         try:
-            with place.open("x", encoding="utf-8") as out:
-                out.write(json.dumps(said, ensure_ascii=False) + "\n")
+            with place.open("xb") as out:
+                out.write(said.encode("utf-8", "replace") + b"\n")  # half of a surrogate pair becomes a question mark
         except FileExistsError as error:
             raise AdaptiveError(f"{file} is there already; choose another name") from error
         except OSError as error:

@@ -17,6 +17,7 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from rich.console import Console
+from slow_disk import until
 
 from adaptive.control.policy import FixedLength, Scope
 from adaptive.errors import AdaptiveError
@@ -42,8 +43,10 @@ from cli.talk import Talk
         ("/etc/hosts what is this?", False),
         ("/", False),
         ("// a comment", False),
+        ("/system Be short.\nBe kind.", True),
         ("what is /help?", False),
         ("", False),
+        (" ", False),
     ],
 )
 def test_a_command_is_a_slash_and_a_word(text: str, command: bool) -> None:
@@ -78,6 +81,26 @@ def test_what_was_typed_is_found_again_in_the_next_run(tmp_path: Path) -> None:
     assert kept.stat().st_mode & 0o777 == 0o600
     assert typed(up + up + "\r", kept) == ["first"]
     assert typed(up + "\r") == []
+
+
+def test_what_cannot_be_written_or_read_is_typed_all_the_same(tmp_path: Path) -> None:
+    assert typed("first\rsecond\r", tmp_path / "no folder" / "typed.txt") == ["first", "second"]
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        messages = Keyboard([], tmp_path).messages()  # a folder is in place of the file
+        for text in ("first", "\x1b[A"):
+            keys.send_text(f"{text}\r")
+            assert next(messages) == "first"
+
+
+def test_a_file_that_was_deleted_meanwhile_is_again_for_the_user_alone(tmp_path: Path) -> None:
+    kept = tmp_path / "typed.txt"
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        messages = Keyboard([], kept).messages()
+        for text in ("first", "second"):
+            keys.send_text(f"{text}\r")
+            assert next(messages) == text
+            assert kept.stat().st_mode & 0o777 == 0o600
+            kept.unlink()
 
 
 def test_a_conversation_is_saved_taken_back_and_forgotten(tmp_path: Path) -> None:
@@ -125,6 +148,15 @@ def test_an_empty_system_message_of_a_loaded_chat_is_no_turn(tmp_path: Path) -> 
     assert not talk.forget_oldest(), "there is one question only"
     talk.system = "Be short."
     assert [m.content for m in talk.messages] == ["Be short.", "q1", "a1"]
+
+
+def test_half_of_a_surrogate_pair_is_saved_as_a_question_mark(tmp_path: Path) -> None:
+    (tmp_path / "loaded.json").write_text('{"prompt": "half \\ud83d"}')
+    talk = Talk(None)
+    talk.load(tmp_path / "loaded.json")
+    talk.save(tmp_path / "saved.json")
+    talk.load(tmp_path / "saved.json")
+    assert [m.content for m in talk.messages] == ["half ?"]
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +216,11 @@ def test_commands_change_what_they_say(opened: OpenedPair, tmp_path: Path) -> No
     assert opened.state.typed.exists()
     assert "typed.txt" in erase_beside(opened.state, everything=True)
     assert not opened.state.typed.exists()
+
+
+def test_a_command_may_go_on_after_a_line_break(opened: OpenedPair) -> None:
+    chat, _ = played(opened, '"""/set\rtemperature 0.5"""\r')
+    assert chat.sampling.temperature == 0.5
 
 
 def test_statistics_stay_out_of_the_answers(opened: OpenedPair, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,6 +338,10 @@ def test_a_pipe_is_one_question_and_only_the_answer_is_written(
     out, err = capsys.readouterr()
     assert out == "four **words**\n"
     assert "tokens/s" in err
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    monkeypatch.setattr(sys, "argv", ["adaptive", "chat", " ", *arguments[2:]])
+    assert run_and_exit(run) == 2
+    assert "nothing is asked" in capsys.readouterr().err
     monkeypatch.setattr(sys, "stdin", io.StringIO("word " * 3000))
     assert run_and_exit(run) == 2
     assert "shorten" in capsys.readouterr().err
@@ -354,6 +395,43 @@ def test_a_chat_on_a_terminal(tmp_path_factory: pytest.TempPathFactory) -> None:
     assert "leaked" not in terminal.before  # nanobind reports objects that are still alive when the process ends
     terminal.close()
     assert terminal.exitstatus == 0
+
+
+# A thread of the chat that warns once there is a file, and then deletes that.
+WARNS = """
+import logging, pathlib, threading, time
+import cli.main
+
+def warn(sign):
+    while not sign.exists():
+        time.sleep(0.02)
+    logging.getLogger("adaptive.trainer").warning("the training has failed")
+    sign.unlink()
+
+threading.Thread(target=warn, args=(pathlib.Path(%r),), daemon=True).start()
+cli.main.run()
+"""
+
+
+def test_a_warning_waits_until_a_line_has_been_typed(tmp_path: Path) -> None:
+    model, sign = save_model_that_says("words", tmp_path / "says"), tmp_path / "sign"
+    command = ["-c", WARNS % str(sign), "chat", "--target", str(model), "--dtype", "float32", "--distill", "off"]
+    environment = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    terminal = pexpect.spawn(
+        sys.executable, [*command, "--no-record"], timeout=300, dimensions=(40, 90), env=environment, encoding="utf-8"
+    )
+    terminal.expect("›")
+    terminal.send("/he")
+    terminal.expect("/.*h.*e")
+    sign.touch()
+    until(lambda: not sign.exists())
+    terminal.send("lp\r")
+    terminal.expect("this list")
+    assert "failed" not in terminal.before
+    terminal.expect("the training has failed")
+    terminal.send("/exit\r")
+    terminal.expect(pexpect.EOF)
+    terminal.close()
 
 
 def test_the_chat_says_what_it_does_before_it_imports_torch(tmp_path: Path) -> None:

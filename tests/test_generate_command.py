@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import BUNDLED, Command, save_random_pair
+from conftest import BUNDLED, Command, save_model_that_says, save_random_pair
 
 from adaptive.records.log import Log
 
@@ -273,6 +273,17 @@ def test_text_that_is_no_unicode_is_one_line(
     code, _, err = adaptive("generate", "-", "--target", pair[0], "--draft", pair[1])
     assert code == 2
     assert "standard input is not UTF-8" in one_line(err)
+
+
+def test_what_standard_output_cannot_encode_becomes_a_question_mark(
+    adaptive: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = save_model_that_says("naïve", tmp_path / "says"), io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
+    code, _, err = adaptive("generate", "Hi", "--target", str(model), "--dtype", "float32")
+    assert code == 0, err
+    sys.stdout.flush()
+    assert out.getvalue() == b"na?ve\n"
 
 
 def test_a_line_of_a_file_ends_at_a_line_feed_alone(adaptive: Command, pair: tuple[str, str], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from cli.adapters import _table as table_of_adapters
 from cli.cells import COLUMNS, print_table
 from cli.history import LEAST
 from cli.history import _table as table_of_history
-from cli.logs import show_log
+from cli.logs import HELD, hold_warnings, show_log
 
 ROW = ("12345", "1234567", "1234.5", "2.34", "56.7%", "1234567", "2026-11-23")
 
@@ -74,3 +74,18 @@ def test_a_log_line_is_written_above_a_bar(monkeypatch: pytest.MonkeyPatch) -> N
     with contextlib.redirect_stderr(stands_there):
         logging.getLogger("adaptive").info("ready")
     assert stands_there.getvalue().endswith("INFO ready\n")
+
+
+def test_warnings_are_held_back_until_they_are_asked_for_and_to_the_end() -> None:
+    out, log = io.StringIO(), logging.getLogger("adaptive.trainer")
+    with hold_warnings(Console(file=out, width=200)) as show:
+        for number in range(HELD + 5):
+            log.warning("run %d has\nfailed", number)
+        log.info("not a warning")
+        assert not out.getvalue()
+        show()
+        assert out.getvalue().splitlines() == [f"run {number} has␊failed" for number in range(5, HELD + 5)]
+        log.warning("one more")
+    assert out.getvalue().splitlines()[HELD:] == ["one more"]
+    log.warning("to nobody")
+    assert "to nobody" not in out.getvalue()
