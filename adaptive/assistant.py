@@ -286,7 +286,9 @@ class Assistant:
             sampling = replace(sampling, constrained=True)
         record = question.record and self.log is not None
         conversation = self.conversations.take(prompt, question.messages, question.client, question.session)
-        session = question.session or (conversation.name if self.conversations.limit else self.session)
+        session = question.session or (
+            conversation.name if question.client or self.conversations.limit else self.session
+        )
         scope = Scope(session, sampling.temperature, sampling.seeded)
         self.policy.begin(scope)
         stop = question.stop

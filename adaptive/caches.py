@@ -192,9 +192,10 @@ class Conversations:
         """The conversation that a request continues, or a new one; it becomes the most recently used.
 
         ``name`` is the client's name for it, if it gave one. Otherwise ``client`` and the request's ``messages`` (or
-        its tokens, if it has no messages) identify the conversation.
+        its tokens, if it has no messages) identify the conversation. With neither a client nor memory for other caches
+        (``limit`` 0), there is one conversation.
         """
-        if not self.limit:
+        if not self.limit and not client:
             if not self._kept or self._kept[0].under_way:
                 self._kept = [Conversation(self._target, self._draft, None, Opening.of("", (), ()))]
             return self._kept[0]

@@ -123,6 +123,17 @@ def test_caches_stay_within_their_limit_and_a_conversation_keeps_its_session(ses
     assert sessions(session) == [2, 1, 1, 1]
 
 
+def test_without_memory_for_caches_the_chats_of_clients_are_still_sessions(session: OpenedPair) -> None:
+    session.assistant.conversations.limit = 0
+    one, other = Message("user", "What is a boat?"), Message("user", "Why is the sky blue?")
+    said, _, _ = ask(session, SYSTEM, one)
+    ask(session, SYSTEM, other)
+    ask(session, SYSTEM, one, Message("assistant", said), Message("user", "And then?"))
+    ask(session, SYSTEM, one, client="another")
+    assert sessions(session) == [1, 2, 1]
+    assert len(session.assistant.conversations) == 1  # has a cache
+
+
 @pytest.mark.parametrize(("raw", "most"), [(False, 1), (True, 5)])
 def test_of_an_old_conversation_no_more_is_remembered_than_identifies_it(
     session: OpenedPair, raw: bool, most: int

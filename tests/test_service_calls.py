@@ -60,6 +60,13 @@ def test_no_text_without_a_whole_mark_is_changed(text: str) -> None:
         assert "".join(str(part) for part in said) == text
 
 
+@pytest.mark.parametrize("step", [1, 100])
+def test_a_mark_that_follows_by_chance_is_not_lost(step: int) -> None:
+    text, reader = "get<tool_call>a</tool_call></tool_call></tool_call>", HERMES.reader()
+    said = [part for at in range(0, len(text), step) for part in reader.feed(text[at : at + step])] + reader.finish()
+    assert "".join(str(part) for part in said) == text
+
+
 ASK = Ask((), SamplingParams(), StopParams(8), 1, "", None, True, False, True)
 
 
@@ -242,6 +249,7 @@ EFFORT = ROLES + "({{ reasoning_effort }})"
         (EFFORT + "{# <|channel|> <|message|> #}", {"reasoning_effort": "minimal"}, "(low)"),
         (ROLES, {"reasoning_effort": "high"}, "Hello"),  # the template has no switch for it
         (ROLES, {"enable_thinking": False}, "Hello"),
+        (ROLES, {"chat_template_kwargs": {"enable_thinking": False}}, "Hello"),
     ],
 )
 def test_a_template_is_told_how_much_to_think(template: str, fields: dict[str, Any], end: str) -> None:
@@ -252,6 +260,7 @@ def test_a_template_is_told_how_much_to_think(template: str, fields: dict[str, A
     ("fields", "said"),
     [
         ({"enable_thinking": True}, "knows no thinking"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "no variable 'enable_thinking'"),
         ({"chat_template_kwargs": {"style": 1}}, "no variable 'style'"),
         ({"chat_template_kwargs": {"messages": []}}, "no variable 'messages'"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "no variable 'chat_template'"),

@@ -6,16 +6,19 @@ import asyncio
 import contextlib
 import gc
 import io
+import logging
+import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import BUNDLED, save_model_that_says
 from rich.console import Console
+from slow_disk import until
 
 from adaptive.control.goodput import GoodputLength
 from adaptive.opened import OpenedPair
@@ -26,7 +29,7 @@ from adaptive.service.chats import prepare
 from adaptive.service.dialects.completions import Completion
 from adaptive.service.engine import EngineThread
 from adaptive.service.formats import Call
-from adaptive.service.jobs import Answer, Ask, Done, Event, Failed, FairQueue, Job, Piece, Prompt
+from adaptive.service.jobs import Answer, Ask, Done, Event, Failed, FairQueue, Job, NotReadyError, Piece, Prompt
 from adaptive.service.metrics import Metrics
 from adaptive.service.schemas import ChatRequest, StreamOptions
 from adaptive.settings import load_settings
@@ -36,10 +39,27 @@ from cli.opened import open_pair
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def job(tokens: int, emit: Callable[[Event], None] = lambda event: None, client: str = "somebody") -> Job:
+def job(
+    tokens: int,
+    emit: Callable[[Event], None] = lambda event: None,
+    client: str = "somebody",
+    record: bool = False,
+) -> Job:
     sampling, stop = SamplingParams(temperature=0.0, seed=1), StopParams(tokens, ignore_eos=True)
-    ask = Ask((Prompt([5, 6, 7], (), "text"),), sampling, stop, 1, client, None, False, False, False)
+    ask = Ask((Prompt([5, 6, 7], (), "text"),), sampling, stop, 1, client, None, record, False, False)
     return Job(ask, emit)
+
+
+@contextlib.contextmanager
+def running() -> Iterator[EngineThread]:
+    """An engine thread of the bundled pair."""
+    settings = load_settings({"dtype": "float32"})
+    engine = EngineThread(lambda: open_pair(settings, Console(file=io.StringIO())), Metrics(), queue=4)
+    engine.start(when_over=lambda: None)
+    try:
+        yield engine
+    finally:
+        engine.close()
 
 
 class Heard:
@@ -131,6 +151,43 @@ def test_an_answer_that_cannot_begin_leaves_the_lone_one_its_own_estimates(own_h
     assert kinds == {0: {"model@0.7"}, 1: {"model@0.7"}}
 
 
+def test_a_complete_answer_is_sent_though_the_server_stops_and_no_later_request_is_taken(own_home: Path) -> None:
+    events: list[Event] = []
+    asking = job(4, events.append, record=True)
+    with running() as engine:
+        until(lambda: engine.state == "ready")
+        assert engine.session is not None
+        log = engine.session.assistant.log
+        assert log is not None
+        with contextlib.closing(sqlite3.connect(log.path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")  # the answer cannot be logged yet
+            engine.submit(asking)
+            until(lambda: log.handed == 1)
+            closing = threading.Thread(target=engine.close)
+            closing.start()
+            until(lambda: asking.cancelled)
+        closing.join()
+        with pytest.raises(NotReadyError):
+            engine.submit(job(4))
+    assert [type(event) for event in events] == [Answer, Done]
+
+
+def test_the_log_says_of_each_answer_how_it_was_decoded_itself(
+    own_home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "adaptive.service")
+    ended = threading.Semaphore(0)
+    with running() as engine:
+        for tokens in (12, 1):
+            engine.submit(job(tokens, lambda event: ended.release() if isinstance(event, Done) else None))
+            assert ended.acquire(timeout=120)
+        shown = engine.speculation.sentence
+    long, short = (said for said in caplog.messages if said.startswith("somebody: "))
+    assert shown in long
+    assert "1 token at" in short
+    assert "plain: one token, which the prompt's own pass gave; no rounds" in short
+
+
 def test_caches_are_written_only_when_nobody_has_asked_for_a_while(
     own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +238,20 @@ def test_a_stream_that_waits_says_so_now_and_then(monkeypatch: pytest.MonkeyPatc
     assert said[:2] == [": ping\n\n"] * 2
     assert '"content": "text"' in "".join(said[2:])
     assert said[-1] == "data: [DONE]\n\n"
+
+
+def test_a_stream_that_fails_is_counted_as_refused() -> None:
+    refused: list[int] = []
+    served = streams.Served("x", 0, "m", load_tokenizer(load_settings({})), Reading(), 3)
+    writer = Completion(served, chat=True, top=None, options=StreamOptions())
+
+    async def read() -> list[str]:
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        events.put_nowait(Failed(503, "the disk does not answer"))
+        return [line async for line in streams.chunks(job(8), events, writer, refused.append)]
+
+    assert "the disk does not answer" in asyncio.run(read())[-1]
+    assert refused == [503]
 
 
 def test_marks_of_calls_that_are_special_tokens_are_in_the_text_of_who_asks_for_them(
@@ -244,3 +315,19 @@ def test_who_goes_away_before_their_turn_leaves_nothing_in_the_queue() -> None:
     staying.cancel()  # it was taken from the queue, so cancelling it does not shorten any queue
     assert len(gone) == 1000
     assert queue.take(0) is None
+
+
+def test_a_request_that_is_over_is_freed_at_once() -> None:
+    """The next search for cycles may come much later, and a prompt may be long."""
+    queue = FairQueue(2)
+    gc.disable()
+    try:
+        for leave in (lambda waiting: queue.take(0), lambda waiting: waiting.cancel()):
+            asking = job(8)
+            queue.put(asking, free=0)
+            leave(asking)
+            gone = weakref.ref(asking)
+            del asking
+            assert gone() is None
+    finally:
+        gc.enable()

@@ -16,6 +16,7 @@ from service_server import Server
 from store_factory import published
 
 from adaptive.engines.cpu import kernels
+from adaptive.records.log import Log
 from adaptive.service.peers import TABLES
 
 # One xdist worker runs these tests, since it starts one server.
@@ -231,6 +232,16 @@ def test_what_cannot_be_kept_to_is_refused_before_anything_is_decoded(
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=said):
         chat(client, **options)
+
+
+def test_an_empty_session_id_names_no_session(server: Server) -> None:
+    said = [{"role": "user", "content": "What is an empty header?"}]
+    for question in ("And a full one?", "And then?"):
+        body = {"messages": said, "max_tokens": 8, "temperature": 0}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers={"X-Session-Id": ""}, timeout=60)
+        said += [answer.json()["choices"][0]["message"], {"role": "user", "content": question}]
+    with Log(server.records) as log:
+        assert log.sessions()[0].generations == 2
 
 
 @pytest.mark.parametrize(

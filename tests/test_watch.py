@@ -70,6 +70,16 @@ def test_an_adapter_that_is_not_drafted_with_is_never_judged(manifest: Manifest)
     assert watch.state(manifest) == "not judged: not drafting"
 
 
+def test_answers_of_one_token_say_nothing_of_the_draft(manifest: Manifest) -> None:
+    rng = random.Random(2)
+    watch, _ = seen(rng, manifest, 0.6, answers(rng, 8, 0.6, 20))
+    said = watch.state(manifest)
+    assert "of the drafted tokens accepted" in said
+    for _ in range(5):
+        watch.observe(manifest.id, ())
+    assert watch.state(manifest) == said
+
+
 def test_rounds_without_a_draft_among_others_say_nothing(manifest: Manifest) -> None:
     rng = random.Random(2)
     tried = ([RoundCount(0, 0, 99), *one] for one in answers(rng, 200, 0.6, 1, drafted=1))

@@ -24,7 +24,7 @@ from adaptive.service.calls import Reading
 from adaptive.service.chats import prepare
 from adaptive.service.engine import EngineThread, Opened
 from adaptive.service.errors import error_response
-from adaptive.service.jobs import Answer, Ask, Done, Event, Failed, Job, Prompt
+from adaptive.service.jobs import Answer, Ask, Done, Event, Failed, Job, NotReadyError, Prompt
 from adaptive.service.metrics import Metrics
 from adaptive.service.schemas import ChatRequest, Common, CompletionRequest
 from adaptive.service.streams import Served, Writer, chunks, written
@@ -35,10 +35,6 @@ from adaptive.settings import Settings, model_name
 UNLIMITED = 2**31
 
 Write = Callable[[Served], Writer]
-
-
-class NotReadyError(Exception):
-    """The models are still being loaded, or the server is shutting down."""
 
 
 class Api:
@@ -116,7 +112,7 @@ class Api:
             n=body.n or 1,
             client=body.user or (request.client.host if request.client else ""),
             owner=owner_name(body.user or ""),
-            session=request.headers.get("x-session-id"),
+            session=request.headers.get("x-session-id") or None,  # an empty one names none
             record=body.store is not False,
             supervise=top is not None,
             stream=bool(body.stream),
@@ -128,9 +124,9 @@ class Api:
         self.jobs.add(job)
         self.engine.submit(job)
         tokens = sum(len(prompt.ids) for prompt in prompts)
-        writer = write(Served(uuid.uuid4().hex, int(time.time()), self.model, self.tokenizer, reading, tokens))
+        writer = write(Served(uuid.uuid4().hex, int(time.time()), self.model, self.tokenizer, reading, tokens, ask.n))
         if ask.stream:
-            stream = chunks(job, events, writer)
+            stream = chunks(job, events, writer, self.metrics.refused)
             return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         return await self._whole(job, events, writer, request)
 

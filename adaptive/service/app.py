@@ -16,16 +16,16 @@ from adaptive.caches import Conversations
 from adaptive.errors import AdaptiveError
 from adaptive.installation import version
 from adaptive.service.answers import add_answers
-from adaptive.service.api import Api, NotReadyError, model_object
+from adaptive.service.api import Api, model_object
 from adaptive.service.dashboard import add_dashboard
 from adaptive.service.dialects.completions import add_completions
 from adaptive.service.dialects.llama_server import add_llama_server
 from adaptive.service.dialects.messages import add_messages
 from adaptive.service.dialects.responses import add_responses
 from adaptive.service.engine import EngineThread
-from adaptive.service.errors import REFUSALS, error_object, error_response, problem_of
+from adaptive.service.errors import REFUSALS, error_object, error_response, refusal_of
 from adaptive.service.guard import Guard
-from adaptive.service.jobs import QueueFullError
+from adaptive.service.jobs import NotReadyError, QueueFullError
 from adaptive.speculation import growing, who_drafts
 
 # Seconds after which a client should retry after 429 or 503: about the time of one answer.
@@ -151,9 +151,7 @@ def _errors(app: FastAPI, api: Api) -> None:
         return refuse(request, 400, str(error))
 
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        field, reason = problem_of(error.errors())
-        param = field.partition(".")[2] or None  # the first part is "body"
-        return refuse(request, 400, f"{param or 'the body'}: {reason}", param)
+        return refuse(request, *refusal_of(error.errors(), error.body))
 
     async def full(request: Request, error: QueueFullError) -> Response:
         said = f"{api.engine.queue.limit} requests are waiting; try again in a moment"

@@ -183,8 +183,8 @@ class AnswerReader:
 
     def _close(self, region: Region, mark: str) -> Iterator[Part]:
         self._region = None
-        if mark in {r.opens for r in self._regions}:
-            self._text = mark + self._text  # it opens the next region
+        if reopens := mark in {r.opens for r in self._regions}:
+            self._text = mark + self._text
         before, self._before = self._before, ""
         if region.kind != "call":
             self._space, self._trim = "", True
@@ -198,7 +198,7 @@ class AnswerReader:
             if begun is not None:  # parts were already returned, and cannot be taken back
                 self._count()
                 return
-            raw = self._space + region.opens + body + ("" if self._text.startswith(mark) and mark else mark)
+            raw = self._space + region.opens + body + ("" if reopens else mark)
             self._space, self._trim, self._said = "", False, True
             yield raw
             return

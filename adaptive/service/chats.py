@@ -96,17 +96,19 @@ def variables(body: ChatRequest, template: str, known: Format) -> dict[str, Any]
     has no effect if it knows neither. A grammar turns thinking off, unless the client turned it on by
     ``enable_thinking``. Raises AdaptiveError for a client's variable that the template does not read.
     """
-    said = dict(body.chat_template_kwargs or {})
+    said, switch = dict(body.chat_template_kwargs or {}), _mentions(template, "enable_thinking")
+    if not switch and not said.get("enable_thinking", True):
+        del said["enable_thinking"]
     reserved = OURS | set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
     for name in said:
         if name in reserved or not _mentions(template, name):
             raise AdaptiveError(f"chat_template_kwargs: this model's chat template has no variable {name[:64]!r}")
     if body.enable_thinking is not None:
-        if _mentions(template, "enable_thinking"):
+        if switch:
             said["enable_thinking"] = body.enable_thinking
         elif body.enable_thinking:
             raise AdaptiveError("enable_thinking: this model's chat template knows no thinking")
-    effort, switch = body.reasoning_effort, _mentions(template, "enable_thinking")
+    effort = body.reasoning_effort
     if (body.constrained() is not None or body.must_call()) and switch:
         said.setdefault("enable_thinking", False)  # the grammar applies from the first token
     if effort is not None and _mentions(template, "reasoning_effort"):

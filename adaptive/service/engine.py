@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from adaptive.answering import Answering
@@ -22,9 +22,9 @@ from adaptive.decoding.loop import ANSWER_RESERVE, Decoding
 from adaptive.errors import AdaptiveError
 from adaptive.machine import give_memory_back
 from adaptive.pair import Pair
-from adaptive.printable import printable_line
+from adaptive.printable import counted, printable_line
 from adaptive.records.stats import count_rounds, in_words
-from adaptive.service.jobs import Answer, Done, Failed, FairQueue, Job, Piece, question
+from adaptive.service.jobs import Answer, Done, Failed, FairQueue, Job, NotReadyError, Piece, question
 from adaptive.service.metrics import Metrics
 from adaptive.service.slots import Slot, possible_slots
 from adaptive.speculation import Speculation, of_counts, speculation
@@ -166,8 +166,10 @@ class EngineThread:
         return found
 
     def submit(self, job: Job) -> None:
-        """Queue a job. Raises QueueFullError."""
+        """Queue a job. Raises QueueFullError, or NotReadyError if the engine has been told to stop or has failed."""
         with self._telling:
+            if self.state in ("stopping", "failed"):
+                raise NotReadyError
             self.queue.put(job, max(0, self.slots - len(self.works)))
             self._told_busy = True
             for listener in self._listeners:
@@ -203,8 +205,9 @@ class EngineThread:
                         logger.info("%s", self.fewer)
                 while self.state == "ready" or self.works:
                     self._turn(session)
-                while (job := self.queue.take(0)) is not None:
-                    job.emit(Failed(503, "the server is shutting down; try again in a moment"))
+                with self._telling:  # a later job is refused
+                    while (job := self.queue.take(0)) is not None:
+                        job.emit(Failed(503, "the server is shutting down; try again in a moment"))
         except BaseException as error:  # any error here ends the server; the main thread reports it
             self.state, self.failure = "failed", error
         finally:
@@ -299,7 +302,8 @@ class EngineThread:
         """Begin the next answer of a job, or end the job."""
         job, ask = work.job, work.job.ask
         if job.cancelled or job.begun == ask.answers:
-            if self.state == "stopping" and job.cancelled:
+            cut = job.cancelled and (work.answer is None or job.begun < ask.answers)
+            if self.state == "stopping" and cut:
                 self._over(work, Failed(503, "the server is shutting down; the answer was cut"))
             else:
                 self._over(work, Done())
@@ -358,13 +362,14 @@ class EngineThread:
         """Count an ended answer, and send it as soon as it is logged, unless it was cancelled."""
         done, ask = answering.decoding, work.job.ask
         assert done.finish_reason is not None
+        how = replace(speculation(assistant, done.rounds), answered=bool(done.output))
         if done.rounds:  # an answer of one token has no rounds
-            self.speculation = speculation(assistant, done.rounds)
+            self.speculation = how
         self._metrics.answered(done.timings, done.rounds, done.finish_reason)
         for adapter, rounds in answering.rounds_by_adapter:
             for listener in self._listeners:
                 listener.answered(adapter, rounds)
-        logger.info("%s: %s", printable_line(ask.client) or "client", _line(done, self.speculation))
+        logger.info("%s: %s", printable_line(ask.client) or "client", _line(done, how))
         work.answering, work.answer = None, None
         if done.finish_reason != "cancelled":
             work.answer = Answer(
@@ -433,7 +438,8 @@ def _failure(error: Exception) -> Failed:
 def _line(done: Decoding, how: Speculation) -> str:
     """The line about one answer in the server's log: figures only, no text."""
     timings = done.timings
+    read, said = counted(timings.prompt_n, "prompt token"), counted(timings.predicted_n, "token")
     return (
-        f"{timings.prompt_n} prompt tokens and {timings.cached_n} cached, {timings.predicted_n} tokens at "
-        f"{timings.per_second:.0f}/s, {done.finish_reason}; {how.sentence}; {in_words(count_rounds(done.rounds))}"
+        f"{read} and {timings.cached_n} cached, {said} at {timings.per_second:.0f}/s, {done.finish_reason}; "
+        f"{how.sentence}; {in_words(count_rounds(done.rounds))}"
     )

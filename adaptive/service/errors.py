@@ -81,6 +81,19 @@ def error_response(
     return JSONResponse(error_object(status, message, param, path), status, headers)
 
 
+def refusal_of(errors: Sequence[Any], body: Any) -> tuple[int, str, str | None]:
+    """The status, the message and the field at fault for a ``body`` that does not fit, from pydantic's ``errors``. The
+    body is still bytes if its Content-Type is not JSON's."""
+    if errors[0]["type"] == "json_invalid":
+        reason, place = errors[0]["ctx"]["error"], errors[0]["loc"][-1]
+        return 400, f"the body is not JSON: {reason} at character {place + 1}", None
+    if isinstance(body, bytes):
+        return 415, "send it as Content-Type: application/json", None
+    field, reason = problem_of(errors)
+    param = field.partition(".")[2] or None  # the first part is "body"
+    return 400, f"{param or 'the body'}: {reason}", param
+
+
 def problem_of(errors: Sequence[Any]) -> tuple[str, str]:
     """The field at fault and the reason in words, from pydantic's ``errors``: of the first one, or if it is about an
     alternative of a union, of the alternative that the input resembles most. If it resembles none, all are named."""

@@ -10,15 +10,17 @@ from adaptive.records.stats import by_drafter, speculative_stats
 from adaptive.service.jobs import Answer
 
 
-def usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Token counts. The prompt counts once for each answer."""
-    prompt = sum(a.prompt_tokens for a in answers)
+def usage(answers: Sequence[Answer], n: int = 1) -> dict[str, Any]:
+    """Token counts. A prompt counts once for its ``n`` answers, and so do the tokens of it that the cache held when the
+    first of them began."""
+    first = [a for a in answers if a.index % n == 0]
+    prompt = sum(a.prompt_tokens for a in first)
     completion = sum(len(a.tokens) for a in answers)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(a.timings.cached_n for a in answers)},
+        "prompt_tokens_details": {"cached_tokens": sum(a.timings.cached_n for a in first)},
     }
 
 

@@ -124,6 +124,10 @@ class Failed:
 Event = Piece | Answer | Done | Failed
 
 
+def _nothing() -> None:
+    """What happens when a job is cancelled that is not in a queue."""
+
+
 class Job:
     """An ``Ask`` in progress. ``emit`` is called on the engine thread, ``cancel`` on any thread. Only the engine thread
     uses ``begun`` (the number of its answers begun) and ``failed`` (why it failed)."""
@@ -133,7 +137,7 @@ class Job:
         self.emit = emit
         self.begun = 0
         self.failed: Failed | None = None
-        self.when_cancelled: Callable[[], None] = lambda: None
+        self.when_cancelled = _nothing
         self._cancelled = threading.Event()
 
     @property
@@ -149,6 +153,10 @@ class Job:
 
 class QueueFullError(Exception):
     """The queue is full."""
+
+
+class NotReadyError(Exception):
+    """The models are still being loaded, or the server is shutting down."""
 
 
 class FairQueue:
@@ -189,6 +197,7 @@ class FairQueue:
             job = jobs.popleft()
             if jobs:
                 self._waiting[client] = jobs  # to the end of the queue
+            job.when_cancelled = _nothing  # else the job would hold itself, and its prompt stay in memory
             return job
 
     def _leave(self, job: Job) -> None:
@@ -199,4 +208,5 @@ class FairQueue:
             self._waiting[job.ask.client].remove(job)
             if len(jobs) == 0:
                 del self._waiting[job.ask.client]
+            job.when_cancelled = _nothing
         self._abandoned()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,7 +29,8 @@ COMPLETION: dict[int | str, dict[str, Any]] = {
 class Served:
     """The data of a queued request that a writer needs.
 
-    ``name`` is part of ids, ``created`` is seconds since the epoch, ``prompt_tokens`` the total of all prompts.
+    ``name`` is part of ids, ``created`` is seconds since the epoch, ``prompt_tokens`` the total of all prompts, ``n``
+    the number of answers to each.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Served:
     tokenizer: PreTrainedTokenizerBase
     reading: Reading
     prompt_tokens: int
+    n: int = 1
 
 
 class Writer(Protocol):
@@ -62,8 +64,10 @@ class Writer(Protocol):
         """The end of a stream whose request failed."""
 
 
-async def chunks(job: Job, events: asyncio.Queue[Event], writer: Writer) -> AsyncIterator[str]:
-    """The stream of one response. Closing it early cancels the job."""
+async def chunks(
+    job: Job, events: asyncio.Queue[Event], writer: Writer, refused: Callable[[int], None] = lambda status: None
+) -> AsyncIterator[str]:
+    """The stream of one response. Closing it early cancels the job. ``refused`` receives the status if it fails."""
     answers: list[Answer] = []
     waiting: asyncio.Task[Event] | None = None
     try:
@@ -83,8 +87,11 @@ async def chunks(job: Job, events: asyncio.Queue[Event], writer: Writer) -> Asyn
             elif isinstance(got, Answer):
                 answers.append(got)
                 lines = writer.answer(got)
+            elif isinstance(got, Failed):
+                refused(got.status)
+                lines = writer.failed(got)
             else:
-                lines = writer.failed(got) if isinstance(got, Failed) else writer.end(answers)
+                lines = writer.end(answers)
             for line in lines:
                 yield line
                 spoke = time.monotonic()

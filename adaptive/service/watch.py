@@ -61,9 +61,13 @@ class Watch:
         self._lock = threading.Lock()
 
     def observe(self, adapter: str | None, rounds: Iterable[RoundCount]) -> None:
-        """Add the rounds of one answer. The first of an adapter mean that it has come into use. Answers of the draft
-        before it may still follow, where several are decoded at once."""
-        seen = judged_tokens(rounds)
+        """Add the rounds of one answer; without any, as with a single token, it says nothing of the draft. The first of
+        an adapter mean that it has come into use. Answers of the draft before it may still follow, where several are
+        decoded at once."""
+        counts = tuple(rounds)
+        if not counts:
+            return
+        seen = judged_tokens(counts)
         with self._lock:
             if adapter not in self._answers:
                 before = self._answers.get(self._latest, ())

@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from transformers import PreTrainedTokenizerBase
 
+from adaptive.decoding.text import BROKEN
 from adaptive.service.api import Api
 from adaptive.service.calls import AnswerReader, Part, Thought
 from adaptive.service.errors import error_object
@@ -25,8 +26,6 @@ from adaptive.types import Supervision
 
 # The log-probability that OpenAI's API reports for a token outside the top alternatives.
 UNLIKELY = -9999.0
-# What decoding writes for bytes that are no character.
-BROKEN = "\ufffd"
 
 
 def add_completions(app: FastAPI, api: Api) -> None:
@@ -77,7 +76,7 @@ class Completion:
                 logprobs = self._logprobs(answer.tokens, answer.supervision)
             choices.append({"index": answer.index, **said, "logprobs": logprobs, "finish_reason": reason})
         kind = "chat.completion" if self._chat else "text_completion"
-        return {**self._head(kind), "choices": choices, "usage": usage(answers), **figures(answers)}
+        return {**self._head(kind), "choices": choices, "usage": usage(answers, self._served.n), **figures(answers)}
 
     def begin(self) -> Iterable[str]:
         """Nothing: the first chunk of an answer has the role."""
@@ -107,7 +106,8 @@ class Completion:
     def end(self, answers: Sequence[Answer]) -> Iterator[str]:
         """The usage, if requested, and the end mark."""
         if self._options.include_usage:
-            yield data_line({**self._head(self._kind), "choices": [], "usage": usage(answers), **figures(answers)})
+            counts = {"usage": usage(answers, self._served.n), **figures(answers)}
+            yield data_line({**self._head(self._kind), "choices": [], **counts})
         yield "data: [DONE]\n\n"
 
     def failed(self, failed: Failed) -> Iterator[str]:
