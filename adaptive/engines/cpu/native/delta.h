@@ -140,10 +140,10 @@ void columns(const DeltaNet& m, const Chunk& c, const Part& p, int begin, const 
       at(known + v) *= p.decayed[t];
       at(seen + v) *= p.decayed[t];
     }
-    multiply<1, WIDTH, false>(changes, APART, p.weights + t * TOKENS, TOKENS, j, false, known, APART);
+    multiply<1, WIDTH, NOTHING>(changes, APART, p.weights + t * TOKENS, TOKENS, j, false, known, APART);
     for (int v = 0; v < APART; v += LANES)
       at(changes + j * APART + v) = (at(p.values + size_t(t) * m.value_size + begin + v) - at(known + v)) * p.corrections[t];
-    multiply<1, WIDTH, false>(changes, APART, p.weights + (c.count + t) * TOKENS, TOKENS, j + 1, false, seen, APART);
+    multiply<1, WIDTH, NOTHING>(changes, APART, p.weights + (c.count + t) * TOKENS, TOKENS, j + 1, false, seen, APART);
     std::memcpy(p.read + size_t(t) * m.value_size + begin, seen, APART * sizeof(float));
   }
   if (!c.passed) return;

@@ -228,26 +228,29 @@ const Input* prepare(const Call& call, int padded, int stride, float* factors) {
 // than it saves.
 constexpr int AHEAD = 4096, FAR = 8192, NEAR = 1024, MANY = 6;
 
-template <int ROWS, int BYTES = PANEL * 4>
+enum Fetch { NOTHING, SOON, FAR_AHEAD };
+
+template <Fetch FETCH, int BYTES = PANEL * 4>
 inline void fetch(const void* w) {
   constexpr int LINE = 64;
-  for (int at = 0; at < BYTES; at += LINE) {
-    const char* line = (const char*)w + at;
-    if constexpr (ROWS >= MANY) _mm_prefetch(line + FAR, _MM_HINT_T1);
-    _mm_prefetch(line + (ROWS >= MANY ? NEAR : AHEAD), _MM_HINT_T0);
-  }
+  if constexpr (FETCH != NOTHING)
+    for (int at = 0; at < BYTES; at += LINE) {
+      const char* line = (const char*)w + at;
+      if constexpr (FETCH == FAR_AHEAD) _mm_prefetch(line + FAR, _MM_HINT_T1);
+      _mm_prefetch(line + (FETCH == FAR_AHEAD ? NEAR : AHEAD), _MM_HINT_T0);
+    }
 }
 
 // Adds the products of ROWS rows and WIDTH vectors of outputs over the next `inputs`, whose weights lie `step` numbers
 // apart. The sums continue from `sums`, whose rows lie `apart` numbers apart, or begin at zero if `first`. FETCH: the
 // weights come from memory.
-template <int ROWS, int WIDTH, bool FETCH, class Number>
+template <int ROWS, int WIDTH, Fetch FETCH, class Number>
 inline void multiply(const Number* w, int step, const float* x, int stride, int inputs, bool first, float* sums, int apart) {
   Vector acc[ROWS][WIDTH];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < WIDTH; v++) acc[r][v] = first ? Vector{} : at(sums + size_t(r) * apart + v * LANES);
   for (int k = 0; k < inputs; k++, w += step) {
-    if (FETCH) fetch<ROWS, WIDTH * LANES * int(sizeof(Number))>(w);
+    fetch<FETCH, WIDTH * LANES * int(sizeof(Number))>(w);
     for (int r = 0; r < ROWS; r++)
       for (int v = 0; v < WIDTH; v++) acc[r][v] += load(w + v * LANES) * x[size_t(r) * stride + k];
   }
@@ -256,19 +259,19 @@ inline void multiply(const Number* w, int step, const float* x, int stride, int 
 }
 
 // Does the same for a whole panel, with sums (ROWS, PANEL).
-template <int ROWS, bool FETCH>
+template <int ROWS, Fetch FETCH>
 inline void tile(const float* w, const float* x, int stride, int inputs, bool first, float* sums) {
   multiply<ROWS, VECTORS, FETCH>(w, PANEL, x, stride, inputs, first, sums, PANEL);
 }
 
-template <int ROWS, bool FETCH>
+template <int ROWS, Fetch FETCH>
 inline void tile(const uint16_t* w, const Narrow* x, int stride, int inputs, bool first, float* sums) {
 #if defined(__AVX512BF16__)
   __m512 acc[ROWS][VECTORS];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * PANEL + v * LANES);
   for (int k = 0; k < inputs; k += 2, w += 2 * PANEL) {
-    if (FETCH) fetch<ROWS>(w);
+    fetch<FETCH>(w);
     __m512bh weights[VECTORS];
     for (int v = 0; v < VECTORS; v++) weights[v] = (__m512bh)_mm512_loadu_si512(w + v * 2 * LANES);
     for (int r = 0; r < ROWS; r++) {
@@ -285,7 +288,7 @@ inline void tile(const uint16_t* w, const Narrow* x, int stride, int inputs, boo
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? Vector{} : at(sums + r * PANEL + v * LANES);
   for (int k = 0; k < inputs; k += 2, w += 2 * PANEL) {
-    if (FETCH) fetch<ROWS>(w);
+    fetch<FETCH>(w);
     Vector weights[VECTORS];
     for (int v = 0; v < VECTORS; v++) weights[v] = (Vector)(*(const Words*)(w + v * 2 * LANES) << 16);
     for (int r = 0; r < ROWS; r++)
@@ -324,13 +327,13 @@ inline Wholes add_products(Wholes sum, int32_t four, Wholes weights) {
 #endif
 }
 
-template <int ROWS, bool FETCH>
+template <int ROWS, Fetch FETCH>
 inline void tile(const int8_t* w, const Whole* x, int stride, int inputs, bool first, int32_t* sums) {
   Wholes acc[ROWS][VECTORS];
   for (int r = 0; r < ROWS; r++)
     for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? Wholes{} : wholes(sums + r * PANEL + v * LANES);
   for (int k = 0; k < inputs; k += 4, w += 4 * PANEL) {
-    if (FETCH) fetch<ROWS>(w);
+    fetch<FETCH>(w);
     Wholes weights[VECTORS];
     for (int v = 0; v < VECTORS; v++) weights[v] = wholes(w + v * 4 * LANES);
     for (int r = 0; r < ROWS; r++) {
@@ -350,6 +353,19 @@ inline int tile_of(int rows, const Tile& tile) {
     if (rows < ROWS) return tile_of<ROWS - 1>(rows, tile);
   tile(std::integral_constant<int, ROWS>());
   return ROWS;
+}
+
+// The rows of the next tile, of `rows` that are left.
+template <class Weight>
+inline int next_tile(int rows) {
+#if !defined(__AVX512F__)
+  // Tiles of nearly one size: a small one adds to too few sums to be fast. Of bfloat16 five rows: for the sums of six a
+  // register is missing, that of the mask for the second half of each pair of weights.
+  constexpr int MOST = sizeof(Weight) == 2 ? TILE - 1 : TILE;
+  const int tiles = (rows + MOST - 1) / MOST;
+  if (rows > TILE) return (rows + tiles - 1) / tiles;
+#endif
+  return std::min(rows, TILE);
 }
 
 inline int64_t panels_of(const Linear& p) { return (p.out + PANEL - 1) / PANEL; }
@@ -429,7 +445,7 @@ inline void multiply_tiles(const uint16_t* w, const uint16_t* x, size_t apart, i
   }
   for (int k = 0; k < inputs; k += TILE_INPUTS, w += TILE_INPUTS * PANEL) {
     if (FETCH)
-      for (int pair = 0; pair < TILE_INPUTS / 2; pair++) fetch<1>(w + pair * 2 * PANEL);
+      for (int pair = 0; pair < TILE_INPUTS / 2; pair++) fetch<SOON>(w + pair * 2 * PANEL);
     _tile_loadd(4, x + size_t(k) * rows, ROW);
     _tile_loadd(6, w, BETWEEN);
     _tile_dpbf16ps(0, 4, 6);
@@ -499,10 +515,13 @@ void multiply_panels(const Call& call, int64_t first, int64_t last) {
     for (int k = 0; k < padded; k += block) {
       const int inputs = std::min(block, padded - k);
       const Weight* from = w + size_t(k) * PANEL;
-      int row = tile_of<TILE>(call.rows, [&](auto n) { tile<n, true>(from, x + k, stride, inputs, k == 0, sums); });
+      int row = tile_of<TILE>(next_tile<Weight>(call.rows), [&](auto n) {
+        if (call.rows >= MANY) return tile<n, FAR_AHEAD>(from, x + k, stride, inputs, k == 0, sums);
+        tile<n, SOON>(from, x + k, stride, inputs, k == 0, sums);
+      });
       while (row < call.rows)  // the weights are in a cache by now
-        row += tile_of<TILE>(call.rows - row, [&](auto n) {
-          tile<n, false>(from, x + size_t(row) * stride + k, stride, inputs, k == 0, sums + size_t(row) * PANEL);
+        row += tile_of<TILE>(next_tile<Weight>(call.rows - row), [&](auto n) {
+          tile<n, NOTHING>(from, x + size_t(row) * stride + k, stride, inputs, k == 0, sums + size_t(row) * PANEL);
         });
     }
     finish(call, panel, sums, factors);
