@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from test_trainer import VOCAB, generation, log, speak, spoken, target, write_log
 
-from adaptive.types import Generation, SamplingParams
-from trainers.dataset import Example, examples, fold, gate_share, loop_start, read_log, repeated_ngrams, split
+from adaptive.records.features import LONGEST_ANSWER
+from adaptive.types import Generation, SamplingParams, Supervision
+from trainers.dataset import (
+    Example,
+    examples,
+    fold,
+    from_rows,
+    gate_share,
+    loop_start,
+    read_log,
+    repeated_ngrams,
+    row,
+    split,
+)
 from trainers.losses import cross_entropy, kl_tv, outcomes
 from trainers.per_position import position_losses
 
@@ -92,3 +107,35 @@ def test_auto_takes_the_distribution_at_the_records_temperature_and_text_where_t
     temperatures = torch.tensor([1.0] * 40 + [0.7] * 40)
     torch.testing.assert_close(found[:80], kl_tv(*outcomes(logits[:80], *kept, temperatures)))
     torch.testing.assert_close(found[80:], cross_entropy(logits[80:], torch.from_numpy(spoken[1].output).long()))
+
+
+def test_rows_become_a_dataset_without_an_object_for_every_number() -> None:
+    positions, k = 400, 32
+    supervision = Supervision(
+        np.zeros((positions, k), np.int32), np.zeros((positions, k), np.float16),
+        np.zeros(positions, np.float16), np.zeros(positions, np.float16),
+    )  # fmt: skip
+    output = np.arange(positions, dtype=np.int32)
+
+    def rows(count: int) -> Iterator[dict[str, Any]]:
+        for number in range(count):
+            yield row(number, "q", "", output[:9], output, SamplingParams(), supervision if number % 2 else None, False)
+
+    from_rows(rows(10))
+    tracemalloc.start()
+    found = from_rows(rows(200))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.data.nbytes > 100 * positions * k * 6
+    assert peak < 1.5 * found.data.nbytes
+    assert found[0]["rest"] is None
+    assert found[0]["top_ids"] is None
+    assert len(found[1]["top_ids"]) == positions * k
+    assert [len(e.output) for e in examples(found, 1000)] == 200 * [positions]
+
+
+def test_an_answer_is_kept_as_far_as_training_can_use_it() -> None:
+    output = np.arange(3000, dtype=np.int32)
+    made = row(1, "q", "", output[:9], output, SamplingParams(), None, True)
+    assert len(made["output"]) == LONGEST_ANSWER
+    assert not made["limited"]

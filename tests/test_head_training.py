@@ -139,6 +139,8 @@ def test_an_interrupted_run_is_gone_on_with(tmp_path: Path, spoken: list[Generat
         log, store, BASE, head, short, lambda at: seen.append(at.step), stopped_after_six, spool=spool, state=state
     )
     assert first.stopped
+    for number in (1, 2):
+        (spool.folder / f"{number}.safetensors").unlink()  # the spool's limit, reached meanwhile
     steps: list[int] = []
     again = distill(
         log, store, BASE, new_head(tmp_path), short, lambda at: steps.append(at.step), spool=spool, state=state

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainers import losses
 from trainers.losses import (
     DIVERGENCES,
     LOG_FLOOR,
     cross_entropy,
     draft_log_probs,
     forward_kl,
+    kl_tv,
     outcomes,
     target_log_probs,
     total_variation,
@@ -165,9 +169,56 @@ def test_the_rest_of_a_sure_draft_keeps_its_gradient() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 0] = 40.0
     logits.requires_grad_()
-    draft_log_probs(logits, torch.tensor([[0]]), torch.ones(1))[0, -1].backward()
+    draft_log_probs(logits, torch.tensor([[0]]), torch.ones(1), 1)[0, -1].backward()
     assert logits.grad is not None
     assert float(logits.grad[0, 0]) == pytest.approx(-1.0)
+
+
+@pytest.mark.parametrize("part", [1, 5 * (VOCAB + 1), 2**18])
+def test_losses_and_gradients_are_those_of_all_logits_at_once(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are worked on in parts; the reference is autograd on the whole, with a token that the draft lacks."""
+    monkeypatch.setattr(losses, "PART", part)
+    draft, _, ids, logprobs, rest = made(5)
+    few = torch.arange(0, VOCAB, 2)  # the draft's tokens
+    places = torch.full((VOCAB,), len(few))
+    places[few] = torch.arange(len(few))
+    assert (places[ids] == len(few)).any()
+    temperature = torch.linspace(0.6, 1.4, ROWS)
+    narrow = draft[:, few].clone().requires_grad_()
+    wide = torch.full((ROWS, VOCAB), -torch.inf).index_copy(1, few, draft[:, few]).requires_grad_()
+    scaled = wide / temperature[:, None]
+    listed = scaled.gather(1, ids)
+    others = scaled.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
+    log_q = torch.cat([listed, others], dim=1).log_softmax(1)
+    log_q = torch.where(log_q == -torch.inf, LOG_FLOOR, log_q)
+    log_p = target_log_probs(logprobs, rest, temperature, VOCAB - 5)
+    expected = kl_tv(log_p, log_q)
+    found = kl_tv(*outcomes(narrow, places[ids], logprobs, rest, temperature, VOCAB))
+    torch.testing.assert_close(found, expected)
+    expected.sum().backward()
+    found.sum().backward()
+    assert wide.grad is not None
+    torch.testing.assert_close(narrow.grad, wide.grad[:, few], rtol=1e-4, atol=1e-6)
+
+
+def test_training_holds_logits_and_their_gradient_and_nothing_else_of_their_size() -> None:
+    rows, vocab = 64, 30_000
+    logits = torch.randn(rows, vocab, requires_grad=True)
+    top = logits.detach().log_softmax(-1).topk(32, dim=-1)
+    rest = torch.full((rows,), -3.0)
+    sizes: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = op(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor) and found.untyped_storage().nbytes() >= 4 * rows * vocab:
+                sizes.append(found.untyped_storage().data_ptr())
+            return found
+
+    with Watch():
+        kl_tv(*outcomes(logits, top.indices, top.values, rest, 0.7)).sum().backward()
+    assert logits.grad is not None
+    assert set(sizes) <= {logits.untyped_storage().data_ptr(), logits.grad.untyped_storage().data_ptr()}
 
 
 def test_cross_entropy_is_minus_log_probability_of_the_token() -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_trainer import BASE, SHORT, log, small_draft, spoken
 
 from checkpoints.store import AdapterStore, training_seconds
+from trainers.fit import Progress
 from trainers.resume import Standing, TrainingState
 from trainers.run import DistillOutcome, distill
 
@@ -41,6 +43,46 @@ def test_a_run_that_goes_on_and_is_stopped_again_keeps_no_second_copy_of_what_th
     assert training_seconds(store) == last.manifest.train_seconds > first.manifest.train_seconds
 
 
+def test_a_run_that_is_stopped_before_anything_was_judged_goes_on_where_it_stood(tmp_path: Path, log: Path) -> None:
+    recipe = replace(SHORT, evaluations=1)
+    whole = distill(log, AdapterStore(tmp_path / "whole"), BASE, small_draft(), recipe, promotion="never")
+    store, state, seen = AdapterStore(tmp_path / "adapters"), tmp_path / "state", [0]
+    told, stop = (lambda at: seen.append(at.step)), (lambda: seen[-1] >= 7)
+    first = distill(log, store, BASE, small_draft(), recipe, told, stop, state=state)
+    assert first.stopped
+    assert first.manifest is None
+    seen.clear()
+    last = distill(log, store, BASE, small_draft(), recipe, told, promotion="never", state=state)
+    assert seen[0] == 8
+    assert whole.manifest is not None
+    assert last.manifest is not None
+    one, other = (load_file(s.path(m.id) / "adapter_model.safetensors") for s, m in (
+        (AdapterStore(tmp_path / "whole"), whole.manifest), (store, last.manifest)
+    ))  # fmt: skip
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_that_is_killed_keeps_what_it_learned_until_the_last_minutes(
+    tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class KilledError(Exception):
+        pass
+
+    def told(at: Progress) -> None:
+        if at.step == 6:
+            raise KilledError
+
+    seconds = iter(range(0, 10**9, 200))  # each look at the clock finds it 200 seconds later
+    state = tmp_path / "state"
+    with pytest.raises(KilledError):
+        distill(
+            log, AdapterStore(tmp_path / "adapters"), BASE, small_draft(), replace(SHORT, evaluations=1), told,
+            state=state, clock=lambda: float(next(seconds)),
+        )  # fmt: skip
+    with safe_open(state, "pt") as file:
+        assert json.loads(file.metadata()["round"])["standing"]["step"] >= 4
+
+
 @pytest.mark.parametrize("damage", ["names", "shapes", "standing", "key"])
 def test_a_state_that_cannot_be_read_begins_anew_and_changes_nothing(tmp_path: Path, damage: str) -> None:
     def opened(wide: int = 3) -> tuple[TrainingState, list[torch.nn.Parameter], torch.optim.Optimizer]:
@@ -49,7 +91,7 @@ def test_a_state_that_cannot_be_read_begins_anew_and_changes_nothing(tmp_path: P
         sum(weight.sum() for weight in weights).backward()  # type: ignore[union-attr]
         optimizer.step()
         state = TrainingState(tmp_path / "state")
-        state.begin(["a run"], [], 7)
+        state.begin(["a run"], 7)
         return state, weights, optimizer
 
     state, weights, optimizer = opened()

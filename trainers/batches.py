@@ -20,8 +20,8 @@ from trainers.dataset import Example
 # request waits longer for the pass to end.
 PASS_TOKENS = 2048
 
-# Logits (positions x vocabulary) of one pass. Training holds about four float32 copies of them, so
-# the limit is 0.5 GB; a draft with a vocabulary of 150,000 tokens reaches it with 220 positions.
+# Logits (positions x vocabulary) of one pass. Training holds them and their gradient, so the limit is 0.27 GB in
+# float32; a draft with a vocabulary of 150,000 tokens reaches it with 220 positions.
 PASS_LOGITS = 2**25
 # A single answer may have this many times PASS_LOGITS: some 890 tokens with such a vocabulary.
 LARGEST_PASS = 4
@@ -106,11 +106,16 @@ def supervised_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return logits[0] if picked[0] else logits[batch.rows]
 
 
-def over_all_tokens(logits: torch.Tensor, examples: Sequence[Example]) -> torch.Tensor:
-    """``logits`` (N, vocab) of a draft, widened with -inf to all tokens of ``examples``: a target may have some that
-    the draft lacks and never proposes."""
+def token_count(examples: Sequence[Example]) -> int:
+    """The least number of tokens that a target can have that said ``examples``: a draft may lack some of them."""
     parts = [part for e in examples for part in (e.prompt, e.output, e.supervision.ids if e.supervision else ())]
-    lacking = max(int(np.max(part, initial=0)) for part in parts) + 1 - logits.shape[-1]
+    return max(int(np.max(part, initial=0)) for part in parts) + 1
+
+
+def over_all_tokens(logits: torch.Tensor, examples: Sequence[Example]) -> torch.Tensor:
+    """``logits`` (N, vocab) of a draft, widened with -inf to all tokens of ``examples``: it never proposes those that
+    it lacks."""
+    lacking = token_count(examples) - logits.shape[-1]
     return torch.nn.functional.pad(logits, (0, lacking), value=-torch.inf) if lacking > 0 else logits
 
 

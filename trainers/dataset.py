@@ -10,19 +10,28 @@ from __future__ import annotations
 
 import hashlib
 import math
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 
 from adaptive.errors import AdaptiveError
+from adaptive.records.features import LONGEST_ANSWER, FeatureSpool, tokens_hash
 from adaptive.records.features import Features as HiddenStates
-from adaptive.records.features import FeatureSpool, tokens_hash
 from adaptive.types import LIKELIEST_PROPOSED, Generation, SamplingParams, Supervision
+
+if TYPE_CHECKING:
+    from adaptive.records.log import Log
+
+# Rows that are put into columns at a time.
+ROWS = 64
 
 FEATURES = Features(
     {
@@ -193,9 +202,9 @@ def row(
     supervision: Supervision | None,
     limited: bool,
 ) -> dict[str, Any]:
-    """One row of ``FEATURES``, its output cut at the first loop."""
+    """One row of ``FEATURES``, its output cut at the first loop, or at LONGEST_ANSWER, beyond which nothing is used."""
     repeated = repeated_ngrams(output)
-    kept = loop_start(repeated, len(output))
+    kept = min(loop_start(repeated, len(output)), LONGEST_ANSWER)
     return {
         "id": number,
         "tokens": tokens_hash(prompt, output),
@@ -214,9 +223,30 @@ def row(
 
 
 def from_rows(rows: Iterable[dict[str, Any]]) -> Dataset:
-    """A dataset held in memory, so that no conversation text is written to a cache outside the state folder."""
-    listed = list(rows)
-    return Dataset.from_dict({name: [r[name] for r in listed] for name in FEATURES}, features=FEATURES)
+    """A dataset held in memory, so that no conversation text is written to a cache outside the state folder.
+
+    Arrays become its columns as they are, a few rows at a time: ``Dataset.from_dict`` would make a Python object of
+    every number, which takes 20 times the memory.
+    """
+    rows, schema = iter(rows), FEATURES.arrow_schema
+    tables = [schema.empty_table()]
+    while some := list(islice(rows, ROWS)):
+        columns = [_column([row[field.name] for row in some], field.type) for field in schema]
+        tables.append(pa.Table.from_arrays(columns, schema=schema))
+    # Without a fingerprint, one is made of a copy of all numbers.
+    return Dataset(pa.concat_tables(tables), fingerprint=secrets.token_hex(8))
+
+
+def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """A column of values, which are arrays or None if ``kind`` is a list."""
+    if not pa.types.is_list(kind):
+        return pa.array(values, kind)
+    numbers = kind.value_type.to_pandas_dtype()
+    there = [np.asarray(value, numbers).reshape(-1) for value in values if value is not None]
+    flat = np.concatenate([np.zeros(0, numbers), *there])
+    ends = np.cumsum([0, *(0 if value is None else len(value) for value in values)], dtype=np.int32)
+    without = np.array([*(value is None for value in values), False])
+    return pa.ListArray.from_arrays(pa.array(ends, mask=without), pa.array(flat, kind.value_type))
 
 
 def read_log(log: Path, size: int, until: int | None = None, damaged: set[int] | None = None) -> Dataset:
@@ -232,19 +262,22 @@ def read_log(log: Path, size: int, until: int | None = None, damaged: set[int] |
             f"there is no log at {log}: nothing has been recorded for this pair yet; use `adaptive chat` or "
             "`adaptive generate` first, or train from a file with --data"
         )
-    made = []
     with Log(log) as reader:
-        wanted = reader.newest(size, until)
-        for logged in reader.generations(wanted[0] - 1, len(wanted), with_supervision=True) if wanted else ():
-            g = logged.generation
-            if g.sampling.constrained and g.supervision is None:
-                continue  # a grammar chose among the tokens: without supervision the target's own choice is unknown
-            limited = g.finish_reason == "length"
-            key = prompt_key(g)
-            made.append(row(logged.id, key, g.domain, g.prompt, g.output, _accepted_as(g), g.supervision, limited))
+        found = from_rows(r for r in _rows(reader, size, until) if len(r["output"]) >= 2 and len(r["prompt"]))
         if damaged is not None:
             damaged.update(reader.damaged)
-    return from_rows(r for r in made if len(r["output"]) >= 2 and len(r["prompt"]))
+    return found
+
+
+def _rows(reader: Log, size: int, until: int | None) -> Iterator[dict[str, Any]]:
+    """The rows of the newest ``size`` generations up to id ``until``, as they are read."""
+    wanted = reader.newest(size, until)
+    for logged in reader.generations(wanted[0] - 1, len(wanted), with_supervision=True) if wanted else ():
+        g = logged.generation
+        if g.sampling.constrained and g.supervision is None:
+            continue  # a grammar chose among the tokens: without supervision the target's own choice is unknown
+        limited, key = g.finish_reason == "length", prompt_key(g)
+        yield row(logged.id, key, g.domain, g.prompt, g.output, _accepted_as(g), g.supervision, limited)
 
 
 def _accepted_as(generation: Generation) -> SamplingParams:

@@ -38,6 +38,9 @@ DEFAULT_STEPS = 240
 # Share of a run in which the learning rate rises, and the largest gradient norm: common values, not tuned.
 WARM_UP = 0.05
 CLIP = 1.0
+# Seconds of training after which a run is saved between evaluations. Too low: writing takes time. Too high: a killed
+# run on a slow machine loses much, and one that is killed each time gets nowhere.
+SAVED_EVERY_S = 300.0
 
 # What is counted in a run, once training has begun.
 STEPS = "steps"
@@ -85,9 +88,10 @@ def fit(
     """Train the parameters of ``model`` that require a gradient: its adapter, or all of a plain draft or of a head.
 
     ``evaluate`` returns held-out acceptance, by which the best weights are kept, and may raise Stopped. With a
-    ``state``, the run is saved at each evaluation. If the state holds an interrupted run, training continues from its
-    last evaluation. ``own`` is text of the draft itself (``trainers.rehearsal``), of which ``recipe.rehearsed`` join
-    each batch. ``clock`` measures the seconds of training.
+    ``state``, the run is saved at each evaluation, every SAVED_EVERY_S seconds and when it is stopped. If the state
+    holds an interrupted run, training continues from there. ``own`` is text of the draft itself
+    (``trainers.rehearsal``), of which ``recipe.rehearsed`` join each batch. ``clock`` measures the seconds of
+    training.
     """
     stop = should_stop or (lambda: False)
     student = student_of(model, recipe) if isinstance(model, torch.nn.Module) else model
@@ -98,6 +102,7 @@ def fit(
     now = begun or Standing(next_evaluation=1 / recipe.evaluations)
     budget, stopped = _Budget(recipe, _steps(len(train), recipe), now, clock), False
     known = now.best_step if begun else None  # of a run that is continued, the state that the last one left
+    first, saved = now.step, clock()
     try:
         student.begin(train, stop, resumed=begun is not None)
         batches = zip(_batches(train, recipe.batch, recipe.seed), _rehearsed(own, recipe), strict=True)
@@ -107,20 +112,24 @@ def fit(
             value = _step(student, optimizer, weights, (batch, rehearsed), recipe, stop)
             now.loss = value if now.loss is None else 0.9 * now.loss + 0.1 * value
             budget.tick()
-            if budget.share >= now.next_evaluation:
-                now.next_evaluation = budget.share + 1 / recipe.evaluations - 1e-9
+            evaluated = budget.share >= now.next_evaluation
+            if evaluated:
                 now.acceptance = evaluate()
+                now.next_evaluation = budget.share + 1 / recipe.evaluations - 1e-9
                 now.fruitless = 0 if now.acceptance > now.best_acceptance else now.fruitless + 1
                 if now.acceptance > now.best_acceptance:
                     now.best, now.best_acceptance, now.best_step = student.snapshot(), now.acceptance, now.step
-                if state is not None:
-                    state.save(now, weights, optimizer)
+            if state is not None and (evaluated or clock() - saved >= SAVED_EVERY_S):
+                state.save(now, weights, optimizer)
+                saved = clock()
             if on_progress is not None:
                 on_progress(Progress(now.step, budget.steps, now.loss, now.acceptance, budget.seconds_left))
             if budget.share >= 1 or now.fruitless >= recipe.patience:
                 break
     except Stopped:
         stopped = True
+        if state is not None and now.step > first:  # the weights are those after the last whole step
+            state.save(now, weights, optimizer)
     news = not stopped or now.best_step != known
     return Fit(now.best if news else None, now.best_acceptance, now.best_step, now.step, budget.elapsed, stopped)
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from adaptive.engines.head.kinds import HeadModule
-from trainers.batches import collate, longest_text, passes
+from trainers.batches import PASS_LOGITS, collate, longest_text, passes
 from trainers.dataset import Example
 from trainers.per_position import position_losses
 from trainers.recipe import LossName
@@ -66,7 +67,12 @@ def head_batch(examples: Sequence[Example], head: HeadModule, steps: int) -> Hea
 
 def head_passes(head: HeadModule, batch: Sequence[Example], steps: int) -> Iterator[list[Example]]:
     """Groups of a batch whose logits of ``steps`` steps together fit into one pass each."""
-    return passes(batch, longest_text(head), steps * head.vocab_size)
+    return passes(batch, longest_text(head), steps * _logits(head))
+
+
+def _logits(head: HeadModule) -> int:
+    """The number of logits at a position."""
+    return head.vocab_size if head.ids is None else len(head.ids)
 
 
 def step_logits(head: HeadModule, batch: HeadBatch, steps: int) -> Iterator[torch.Tensor]:
@@ -76,9 +82,20 @@ def step_logits(head: HeadModule, batch: HeadBatch, steps: int) -> Iterator[torc
 
 
 def head_losses(head: HeadModule, examples: Sequence[Example], name: LossName, steps: int) -> torch.Tensor:
-    """Loss (N,) at every output position, averaged over ``steps``. Raises LookupError as ``head_batch``."""
+    """Loss (N,) at every output position, averaged over ``steps``. Raises LookupError as ``head_batch``.
+
+    Of a single answer whose logits are too many for a pass, those of one step are in memory at a time; they are
+    computed again for their gradient.
+    """
     batch = head_batch(examples, head, steps)
-    losses = [position_losses(logits.float(), examples, name) for logits in step_logits(head, batch, steps)]
+
+    def of_step(hidden: torch.Tensor) -> torch.Tensor:
+        return position_losses(head.own_logits(hidden), examples, name, head.ids, head.vocab_size)
+
+    rows = sum(len(e.output) for e in examples)
+    again = rows * steps * _logits(head) > PASS_LOGITS
+    made = (hidden[batch.picks] for hidden in unrolled(head, batch.ids, batch.features, batch.rows, steps))
+    losses = [checkpoint(of_step, one, use_reentrant=False) if again else of_step(one) for one in made]
     return torch.stack(losses).mean(0)
 
 

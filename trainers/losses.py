@@ -14,15 +14,18 @@ transformers via speculative decoding").
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 # Log-probability in place of -inf, where a loss divides by p and for tokens that a draft cannot propose: -16 is
 # a ten-millionth, which float16 supervision rounds to nothing anyway. Too low: reverse KL is dominated by tokens that
 # cost no acceptance. Too high: it no longer penalises them.
 LOG_FLOOR = -16.0
+# Logits that are worked on at a time. Too low: calls cost more than the work. Too high: they leave a core's cache, or
+# take much of a GPU's memory.
+PART, PART_ON_GPU = 2**18, 2**24
 
 
 def target_log_probs(
@@ -44,37 +47,85 @@ def target_log_probs(
     return torch.cat([listed, ((steep + flat) / 2)[:, None]], dim=-1).log_softmax(-1)
 
 
-def draft_log_probs(draft_logits: torch.Tensor, ids: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """log q (n, k + 1) over the listed tokens and the bucket of all others; (n, k) if all are listed. A token that the
-    draft cannot propose (-inf, outside of its vocabulary) gets LOG_FLOOR and no gradient, so the optimum of a
-    divergence is the target's distribution over the other tokens."""
-    logits = draft_logits.float() / temperature[:, None]
-    listed = logits.gather(-1, ids)
-    if ids.shape[-1] < logits.shape[-1]:
-        # Not log(1 - sum q): if the draft is certain, that cancels to 0 and has no gradient.
-        others = logits.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
-        listed = torch.cat([listed, others], dim=-1)
-    log_q = listed.log_softmax(-1)
+class _Grouped(torch.autograd.Function):
+    """The logits of the listed tokens over the temperature, and behind them those of all others as one outcome.
+
+    autograd alone would hold some six copies of all logits for this. Here the logits are gone through in parts that
+    stay in a processor's cache, forward and backward, and the only copy is their gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, columns: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        """(n, k + 1) from logits (n, m), columns (n, k) of them, m for a token without one, and 1 / T (n,)."""
+        found = torch.empty(len(logits), columns.shape[1] + 1, device=logits.device)
+        for part, scaled in _scaled_parts(logits, inverse):
+            found[part, :-1] = scaled.gather(1, columns[part])
+            # Not log(1 - sum q): if the draft is certain, that cancels to 0 and has no gradient.
+            found[part, -1] = scaled.scatter_(1, columns[part], -torch.inf).logsumexp(1)
+        ctx.save_for_backward(logits, columns, inverse, found[:, -1])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        """The gradient of the logits."""
+        logits, columns, inverse, others = ctx.saved_tensors
+        least = torch.where(others == -torch.inf, 0.0, others)[:, None]
+        found = torch.empty_like(logits)
+        for part, scaled in _scaled_parts(logits, inverse):
+            scaled.scatter_(1, columns[part], -torch.inf).sub_(least[part]).exp_().mul_(grad[part, -1:])
+            scaled.scatter_(1, columns[part], grad[part, :-1]).mul_(inverse[part, None])
+            found[part] = scaled[:, :-1]
+        return found, None, None
+
+
+def _scaled_parts(logits: torch.Tensor, inverse: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Slices of the rows, each with its logits times ``inverse`` and a last column of -inf, in memory that the next
+    part overwrites."""
+    rows, width = logits.shape
+    count = max(1, min(rows, (PART if logits.device.type == "cpu" else PART_ON_GPU) // (width + 1)))
+    buffer = torch.empty(count, width + 1, device=logits.device)
+    for start in range(0, rows, count):
+        part = slice(start, min(start + count, rows))
+        scaled = buffer[: part.stop - start]
+        torch.mul(logits[part], inverse[part, None], out=scaled[:, :-1])
+        scaled[:, -1] = -torch.inf
+        yield part, scaled
+
+
+def draft_log_probs(
+    draft_logits: torch.Tensor, columns: torch.Tensor, temperature: torch.Tensor, unlisted: int
+) -> torch.Tensor:
+    """log q (n, k + 1) over the listed tokens and the bucket of all others; (n, k) if ``unlisted`` is 0.
+
+    ``columns`` (n, k): the listed tokens' places in ``draft_logits`` (n, m), m for one that the draft cannot propose.
+    That one, and one with a logit of -inf, gets LOG_FLOOR and no gradient, so the optimum of a divergence is the
+    target's distribution over the other tokens.
+    """
+    grouped: torch.Tensor = _Grouped.apply(draft_logits, columns, 1.0 / temperature)
+    log_q = (grouped if unlisted else grouped[:, :-1]).log_softmax(-1)
     return torch.where(log_q == -torch.inf, LOG_FLOOR, log_q)
 
 
 def outcomes(
     draft_logits: torch.Tensor,
-    ids: torch.Tensor,
+    columns: torch.Tensor,
     logprobs: torch.Tensor,
     rest: torch.Tensor,
     temperature: float | torch.Tensor = 1.0,
+    vocab: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log p and log q (n, k + 1) over the listed tokens and the bucket, both at ``temperature``.
 
-    ``draft_logits`` (n, vocab) raw, with gradient; ``ids`` (n, k) int64 the target's k most probable tokens,
-    best first; ``logprobs`` (n, k) their log-probabilities at temperature 1; ``rest`` (n,) the log of the mass
-    of all others (-inf if none); ``temperature`` a float or (n,).
+    ``draft_logits`` (n, m) raw, with gradient; ``columns`` (n, k) int64 the places there of the target's k most
+    probable tokens, best first, m for a token that has none; ``logprobs`` (n, k) their log-probabilities at temperature
+    1; ``rest`` (n,) the log of the mass of all others (-inf if none); ``temperature`` a float or (n,); ``vocab`` the
+    number of the target's tokens, m by default.
     """
-    rows, vocab = draft_logits.shape
+    rows, width = draft_logits.shape
     at = torch.as_tensor(temperature, dtype=torch.float32, device=draft_logits.device).expand(rows)
-    log_p = target_log_probs(logprobs.float(), rest.float(), at, vocab - ids.shape[-1])
-    return log_p, draft_log_probs(draft_logits, ids, at)
+    unlisted = (width if vocab is None else vocab) - columns.shape[-1]
+    log_p = target_log_probs(logprobs.float(), rest.float(), at, unlisted)
+    return log_p, draft_log_probs(draft_logits, columns, at, unlisted)
 
 
 def _kl(log_a: torch.Tensor, log_b: torch.Tensor) -> torch.Tensor:
@@ -123,15 +174,15 @@ def kl_tv(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     return weight * _kl(log_p, log_q) + (1 - weight) * variation
 
 
-def cross_entropy(draft_logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """-log q(token) at temperature 1, for tokens (n,) int64: (n,).
+def cross_entropy(draft_logits: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """-log q(token) at temperature 1, for tokens with these ``columns`` (n,) int64 in the logits (n, m): (n,).
 
     On a greedy record the token is the target's argmax, and the draft is accepted exactly when its argmax
     is the same. It is also the only loss where only text is known. A token that the draft cannot propose
-    (-inf) has the loss -LOG_FLOOR, without a gradient.
+    (no column, or -inf) has the loss -LOG_FLOOR, without a gradient.
     """
-    found = F.cross_entropy(draft_logits.float(), tokens, reduction="none")
-    return torch.where(found == torch.inf, -LOG_FLOOR, found)
+    ones = torch.ones(len(columns), device=draft_logits.device)
+    return -draft_log_probs(draft_logits, columns[:, None], ones, 1)[:, 0]
 
 
 DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from trainers import losses
-from trainers.batches import over_all_tokens
+from trainers.batches import token_count
 from trainers.dataset import Example
 from trainers.recipe import LossName
 
@@ -15,31 +15,47 @@ from trainers.recipe import LossName
 AUTO = "kl-tv"
 
 
-def position_losses(logits: torch.Tensor, examples: Sequence[Example], name: LossName) -> torch.Tensor:
-    """Loss (N,) at every output position of ``examples``, from the draft's logits (N, vocab) there.
+def position_losses(
+    logits: torch.Tensor,
+    examples: Sequence[Example],
+    name: LossName,
+    ids: torch.Tensor | None = None,
+    vocab: int = 0,
+) -> torch.Tensor:
+    """Loss (N,) at every output position of ``examples``, from the draft's logits (N, m) there.
 
-    ``auto`` is the KL-TV mixture at the record's own sampling temperature, which did best
+    ``ids`` (m,): the tokens of these logits, if the draft cannot propose all of the target's ``vocab`` tokens; by
+    default the first m. ``auto`` is the KL-TV mixture at the record's own sampling temperature, which did best
     where the draft began far from the target (docs/notes/2026-11-distillation.md). Distribution losses of
     greedy records use temperature 1. Where only text is known, the loss is cross-entropy.
     """
-    logits = over_all_tokens(logits, examples)
+    width = logits.shape[-1]
+    vocab = max(vocab, width, token_count(examples))
+    places = torch.full((vocab,), width, device=logits.device)
+    places[torch.arange(width, device=logits.device) if ids is None else ids] = torch.arange(
+        width, device=logits.device
+    )
+    lengths = [len(e.output) for e in examples]
     soft = [e.supervision is not None and name != "cross-entropy" for e in examples]
-    parts = logits.split([len(e.output) for e in examples])
-    values: list[torch.Tensor | None] = [None] * len(parts)
-    hard = [i for i, is_soft in enumerate(soft) if not is_soft]
-    if hard:
-        tokens = torch.cat([torch.from_numpy(examples[i].output) for i in hard]).long().to(logits.device)
-        found = losses.cross_entropy(torch.cat([parts[i] for i in hard]), tokens)
-        for i, value in zip(hard, found.split([len(parts[i]) for i in hard]), strict=True):
-            values[i] = value
-    chosen = [i for i, is_soft in enumerate(soft) if is_soft]
-    if chosen:
-        divergence = losses.DIVERGENCES[AUTO if name == "auto" else name]
-        wanted = _wanted([examples[i] for i in chosen], logits.device)
-        found = divergence(*losses.outcomes(torch.cat([parts[i] for i in chosen]), *wanted))
-        for i, value in zip(chosen, found.split([len(parts[i]) for i in chosen]), strict=True):
-            values[i] = value
-    return torch.cat([value for value in values if value is not None])
+    found = logits.new_empty(len(logits), dtype=torch.float32)
+    for is_soft in (False, True):
+        chosen = [e for e, one in zip(examples, soft, strict=True) if one is is_soft]
+        if not chosen:
+            continue
+        whole = len(chosen) == len(examples)
+        rows = torch.tensor(soft, device=logits.device).repeat_interleave(torch.tensor(lengths, device=logits.device))
+        part = logits if whole else logits[rows == is_soft]
+        if is_soft:
+            divergence = losses.DIVERGENCES[AUTO if name == "auto" else name]
+            listed, *rest = _wanted(chosen, logits.device)
+            values = divergence(*losses.outcomes(part, places[listed], *rest, vocab=vocab))
+        else:
+            tokens = torch.cat([torch.from_numpy(e.output) for e in chosen]).long().to(logits.device)
+            values = losses.cross_entropy(part, places[tokens])
+        if whole:
+            return values
+        found = found.masked_scatter(rows == is_soft, values)
+    return found
 
 
 def _wanted(

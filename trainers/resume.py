@@ -2,7 +2,8 @@
 
 A killed run is continued by the next run that would do the same: same recipe, same draft, same
 adapter in use, and the records that it began with (newer ones are used by the run after). Anything
-else, or a record that was deleted since, makes the next run start afresh.
+else, or a record that was deleted since, makes the next run start afresh. Hidden states that have left the spool since
+do not: such records are left out for the rest of the run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from safetensors import SafetensorError, safe_open
 
 from adaptive.errors import first_line
 from trainers import processes
-from trainers.dataset import Example
 from trainers.tensors import replace_tensors
 
 
@@ -54,13 +54,10 @@ class TrainingState:
         meta = self._meta()
         return None if meta is None else meta["last_id"]
 
-    def begin(self, made_of: Iterable[object], examples: Sequence[Example], last_id: int) -> bool:
-        """Set ``key`` from these choices and examples, of a log that was read up to ``last_id``. Returns whether the
-        file holds this very run, interrupted."""
-        digest = hashlib.sha256(repr(list(made_of)).encode())
-        for example in examples:
-            digest.update(f"{example.id} ".encode() + example.prompt.tobytes() + example.output.tobytes())
-        self.key, self._last_id = digest.hexdigest(), last_id
+    def begin(self, made_of: Iterable[object], last_id: int) -> bool:
+        """Set ``key`` from these choices and data, of a log that was read up to ``last_id``. Returns whether the file
+        holds this very run, interrupted."""
+        self.key, self._last_id = hashlib.sha256(repr(list(made_of)).encode()).hexdigest(), last_id
         meta = self._meta()
         return meta is not None and meta["key"] == self.key
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -47,7 +48,8 @@ MOST_OF_ONE = 8
 @dataclass(frozen=True)
 class Sets:
     """The records of a run, up to id ``until`` of the log. ``recent`` and ``older`` are the gate's; ``damaged`` could
-    not be read."""
+    not be read. ``digest``: that of all records to train on and to choose the weights by, whether their features are
+    there or not."""
 
     train: list[Example]
     validation: list[Example]
@@ -55,6 +57,7 @@ class Sets:
     older: list[Example]
     damaged: frozenset[int] = frozenset()
     until: int = 0
+    digest: str = ""
 
     @property
     def gate(self) -> list[Example]:
@@ -80,14 +83,14 @@ def gather(
     begun_with = kept.last_id() if kept else None
     if kept is not None and begun_with is not None:
         sets = _read(log, extra, in_use, recipe, longest, begun_with, spool)
-        if kept.begin(made_of, sets.train + sets.validation, begun_with):
+        if kept.begin((*made_of, sets.digest), begun_with):
             return sets, True
     newest = _newest(log)
     sets = _read(log, extra, in_use, recipe, longest, newest, spool)
     where = "the log" if extra is None else "the data"
     _check_enough(sets, in_use is None, where if spool is None else f"{where}, where hidden states were kept,")
     if kept is not None:
-        kept.begin(made_of, sets.train + sets.validation, newest)
+        kept.begin((*made_of, sets.digest), newest)
     return sets, False
 
 
@@ -118,7 +121,14 @@ def _read(
     gate = newest_of_each(distinct(e for e in examples(parts.gate, longest, spool) if e.replayable))
     recent, older = _recent_and_older(gate, in_use, extra is not None)
     train = examples(parts.train, longest, spool)
-    return Sets(train, held(validation[-MOST_VALIDATION:]), held(recent), held(older), frozenset(damaged), until)
+    validation, recent, older = held(validation[-MOST_VALIDATION:]), held(recent), held(older)
+    return Sets(train, validation, recent, older, frozenset(damaged), until, _digest(parts.train, parts.validation))
+
+
+def _digest(*parts: Dataset) -> str:
+    """A digest of the records in ``parts``, by their ids and tokens."""
+    rows = [(number, tokens) for part in parts for number, tokens in zip(part["id"], part["tokens"], strict=True)]
+    return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 
 def distinct(found: Iterable[Example]) -> list[Example]:

@@ -97,7 +97,7 @@ class Draft:
     def losses(self, group: Sequence[Example], recipe: Recipe) -> torch.Tensor:
         """See the protocol."""
         batch = collate(group, longest_text(self.model), next(self.model.parameters()).device)
-        return position_losses(supervised_logits(self.model, batch).float(), group, recipe.loss)
+        return position_losses(supervised_logits(self.model, batch), group, recipe.loss)
 
     def replay(self, examples: Sequence[Example], should_stop: ShouldStop | None = None) -> list[Replay]:
         """See the protocol."""

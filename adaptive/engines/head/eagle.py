@@ -25,7 +25,6 @@ from torch import nn
 
 from adaptive.engines.head.foreign import ForeignHead
 from adaptive.engines.head.kinds import HeadKind, raw_config
-from adaptive.engines.head.vocabulary import spread
 from adaptive.engines.hf.lora import read_lora
 from adaptive.errors import AdaptiveError, first_line
 
@@ -273,10 +272,10 @@ class Eagle3Head(ForeignHead):
         said: torch.Tensor = decoder.norm(hidden) if self._normed else hidden
         return said
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits (..., vocab) of hidden states (..., width), -inf outside the draft vocabulary."""
-        few: torch.Tensor = self.body.lm_head(hidden if self._normed else self.body.model.norm(hidden))
-        return spread(few, self.ids, self._vocab)
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``HeadModule``."""
+        found: torch.Tensor = self.body.lm_head(hidden if self._normed else self.body.model.norm(hidden))
+        return found
 
     def get_output_embeddings(self) -> nn.Module:
         """See the base."""

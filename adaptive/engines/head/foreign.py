@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from adaptive.engines.head.kinds import HeadKind
+from adaptive.engines.head.vocabulary import spread
 
 
 class ForeignHead(nn.Module, ABC):
@@ -19,6 +20,7 @@ class ForeignHead(nn.Module, ABC):
     width: int
     reads: int
     body: Any
+    ids: torch.Tensor | None
     begins = 1
     base_model_prefix = ""  # PEFT reads it from any module with a transformers config
 
@@ -46,8 +48,13 @@ class ForeignHead(nn.Module, ABC):
     def of_target(self, features: torch.Tensor) -> torch.Tensor:
         """See ``HeadModule``."""
 
-    @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``HeadModule``."""
+        own = self.own_logits(hidden)
+        return own if self.ids is None else spread(own, self.ids, self.vocab_size)
+
+    @abstractmethod
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See ``HeadModule``."""
 
     @abstractmethod

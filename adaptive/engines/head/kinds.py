@@ -56,11 +56,12 @@ WORDS = {
 class HeadModule(Protocol):
     """A head on a loaded target, whose tensors it shares.
 
-    A row reads a token and the feature of the token before it, and predicts the token after it. Its hidden state is the
-    feature for the next row as long as the target has none. ``config``: the config for the head's cache. ``width``: the
-    size of the head's own feature; ``reads``: the size of the target's features that it is made from. ``body``: the
-    module with the weights. ``vocab_size``: the width of the logits. ``begins``: 0 if the first token of a text has a
-    row too, which then reads zeros as its feature; 1 if it has none.
+    A row reads a token and the feature of the token before it, and predicts the token after it. Its hidden state is
+    the feature for the next row as long as the target has none. ``config``: the config for the head's cache.
+    ``width``: the size of the head's own feature; ``reads``: the size of the target's features that it is made from.
+    ``body``: the module with the weights. ``vocab_size``: the width of the logits. ``ids`` (N,): the draft
+    vocabulary, None for all of the target's tokens. ``begins``: 0 if the first token of a text has a row too, which
+    then reads zeros as its feature; 1 if it has none.
     """
 
     kind: HeadKind
@@ -68,6 +69,7 @@ class HeadModule(Protocol):
     width: int
     reads: int
     body: Any
+    ids: torch.Tensor | None
     begins: int
 
     @property
@@ -99,7 +101,10 @@ class HeadModule(Protocol):
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits (..., vocab_size) of hidden states (..., width)."""
+        """Logits (..., vocab_size) of hidden states (..., width), -inf outside the draft vocabulary."""
+
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits (..., N) of the tokens of the draft vocabulary, of hidden states (..., width)."""
 
     def eval(self) -> Any:
         """Switch to evaluation mode; see ``nn.Module.eval``."""

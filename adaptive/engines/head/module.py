@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from adaptive.engines.head.kinds import HeadKind
-from adaptive.engines.head.parts import Parts, decoder_of, parts_of_model
+from adaptive.engines.head.parts import Parts, decoder_of, parts_of_model, put_parts
 from adaptive.engines.head.vocabulary import check_ids, spread
 from adaptive.errors import AdaptiveError, first_line
 
@@ -71,14 +71,7 @@ class Head(nn.Module):
         self.config = head_config(parts.config)
         self.width = self.reads = int(self.config.hidden_size)
         self.body: Any = _body(self.config, dtype).to(device)
-        decoder = decoder_of(self.body)
-        for module, tensors in (
-            (self.body.get_input_embeddings(), parts.embedding),
-            (decoder.norm, parts.norm),
-            (self.body.get_output_embeddings(), parts.projection),
-        ):
-            for name, tensor in tensors.items():
-                setattr(module, name, nn.Parameter(tensor.to(dtype), requires_grad=False))
+        put_parts(parts, self.body, dtype)
         self._give_sizes()
         self.target_layers = int(parts.config.num_hidden_layers)
         self._whole = dict(self.body.get_output_embeddings().named_parameters())  # the projection to all tokens
@@ -166,11 +159,15 @@ class Head(nn.Module):
         return fused
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits (..., vocab) of hidden states (..., width), -inf outside the draft vocabulary."""
+        """See ``HeadModule``."""
+        own = self.own_logits(hidden)
+        return own if self.ids is None else spread(own, self.ids, self.vocab_size)
+
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``HeadModule``."""
         logits: torch.Tensor = self.body.get_output_embeddings()(decoder_of(self.body).norm(hidden))
         cap = getattr(self.config, "final_logit_softcapping", None)
-        logits = logits if not cap else cap * torch.tanh(logits / cap)
-        return logits if self.ids is None else spread(logits, self.ids, self.vocab_size)
+        return logits if not cap else cap * torch.tanh(logits / cap)
 
     @torch.no_grad()
     def draft_among(self, ids: torch.Tensor | None) -> None:

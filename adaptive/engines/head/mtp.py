@@ -41,6 +41,7 @@ class MtpHead(ForeignHead):
     """A multi-token head as a module. ``body`` is transformers' ``MtpModel`` with one layer."""
 
     kind = HeadKind.MTP
+    ids = None
 
     def __init__(self, target: PreTrainedModel, folder: Path) -> None:
         """Load the head from the checkpoint of ``target`` in ``folder``, on the target's device and in its dtype.
@@ -105,8 +106,8 @@ class MtpHead(ForeignHead):
         found: nn.Module = self.body.shared_head
         return found
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits (..., vocab) of hidden states (..., width)."""
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``HeadModule``."""
         found: torch.Tensor = self.body._project_to_logits(hidden)
         return found
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from adaptive.engines.hf.language import is_part, language_config
 from adaptive.engines.hf.quantised import multiplied
 from adaptive.errors import AdaptiveError, first_line
 
@@ -104,7 +105,10 @@ def _parts(folder: Path, trust_remote_code: bool) -> Iterator[tuple[Any, dict[st
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).get_text_config()
+        # The config with which the target is loaded: that of the language model in a checkpoint with vision.
+        loaded = language_config(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
+        config = loaded.get_text_config()
+        tied = not is_part(folder, loaded) and getattr(loaded, "tie_word_embeddings", False)
         with opened(folder) as files:
             where = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
             prefix = _prefix(where, folder)
@@ -114,7 +118,7 @@ def _parts(folder: Path, trust_remote_code: bool) -> Iterator[tuple[Any, dict[st
                     f"no head can be grown on the target in {folder}: its vocabulary projection is quantised"
                 )
             before = [f"{prefix}embed_tokens.", f"{prefix}norm.", f"{prefix}layers.{config.num_hidden_layers - 1}."]
-            before.insert(2, "/" if config.tie_word_embeddings or not heads else heads[0].removesuffix("weight"))
+            before.insert(2, "/" if tied or not heads else heads[0].removesuffix("weight"))
             parts = [{name.removeprefix(p): name for name in where if name.startswith(p)} for p in before]
             parts[-1] = {short: name for short, name in parts[-1].items() if not of_experts(short)}
             yield config, where, parts
@@ -138,6 +142,22 @@ def decoder_of(model: PreTrainedModel) -> Any:
     return decoder
 
 
+def put_parts(parts: Parts, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Put embedding, final norm and projection into ``model``, frozen and in ``dtype``. A tensor that is both embedding
+    and projection stays one parameter, so that it is held once on any device."""
+    held: dict[tuple[int, torch.Size], torch.nn.Parameter] = {}
+    for module, tensors in (
+        (model.get_input_embeddings(), parts.embedding),
+        (decoder_of(model).norm, parts.norm),
+        (model.get_output_embeddings(), parts.projection),
+    ):
+        for name, tensor in tensors.items():
+            place = tensor.data_ptr(), tensor.shape
+            if place not in held:
+                held[place] = torch.nn.Parameter(tensor.to(dtype), requires_grad=False)
+            setattr(module, name, held[place])
+
+
 @contextmanager
 def opened(folder: Path) -> Iterator[list[Any]]:
     """Opens the safetensors files of a checkpoint: those in its index, or all if it has no index."""
@@ -153,10 +173,13 @@ def opened(folder: Path) -> Iterator[list[Any]]:
 
 
 def _prefix(names: Mapping[str, Any], folder: Path) -> str:
-    """The common prefix of the names of the text model's ``embed_tokens``, layers and norm."""
+    """The common prefix of the names of the text model's ``embed_tokens``, layers and norm, which may have no
+    weights."""
     for name in names:
         prefix = name.removesuffix("embed_tokens.weight")
-        layered = any(other.startswith(f"{prefix}layers.0.") for other in names)
-        if prefix != name and f"{prefix}norm.weight" in names and layered:
+        if prefix == name or not any(other.startswith(f"{prefix}layers.0.") for other in names):
+            continue
+        known = (name, f"{prefix}layers.", f"{prefix}norm.")
+        if f"{prefix}norm.weight" in names or all(n.startswith(known) for n in names if n.startswith(prefix)):
             return prefix
     raise AdaptiveError(f"no head can be grown on the target in {folder}: its weights have names unknown here")
