@@ -47,8 +47,8 @@ def position_losses(
         part = logits if whole else logits[rows == is_soft]
         if is_soft:
             divergence = losses.DIVERGENCES[AUTO if name == "auto" else name]
-            listed, *rest = _wanted(chosen, logits.device)
-            values = divergence(*losses.outcomes(part, places[listed], *rest, vocab=vocab))
+            listed, logprobs, rest, temperature = _wanted(chosen, logits.device)
+            values = divergence(*losses.outcomes(part, places[listed], logprobs, rest, temperature, vocab))
         else:
             tokens = torch.cat([torch.from_numpy(e.output) for e in chosen]).long().to(logits.device)
             values = losses.cross_entropy(part, places[tokens])

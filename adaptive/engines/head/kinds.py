@@ -69,11 +69,14 @@ class HeadModule(Protocol):
     width: int
     reads: int
     body: Any
-    ids: torch.Tensor | None
     begins: int
 
     @property
     def vocab_size(self) -> int:
+        """See above."""
+
+    @property
+    def ids(self) -> torch.Tensor | None:
         """See above."""
 
     @property
