@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_models import TEXT, VISION, several_kinds
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -17,6 +18,7 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    OlmoConfig,
     PreTrainedModel,
     Qwen3Config,
 )
@@ -24,7 +26,10 @@ from transformers import (
 from adaptive.engines.cpu.families import read_plan
 from adaptive.engines.head.module import WEIGHTS, Head, unsuitable
 from adaptive.engines.head.parts import decoder_of, parts_of_folder, parts_of_model
+from adaptive.engines.load import Source, load_model
 from adaptive.errors import AdaptiveError
+from adaptive.service.trainer import _trained_bytes
+from adaptive.settings import load_settings
 
 BUNDLED = Path(__file__).resolve().parent.parent / "checkpoints" / "bundled" / "target"
 SIZES: dict[str, Any] = {
@@ -48,6 +53,12 @@ CONFIGS = {
     "gemma4, last layer with other heads": Gemma4TextConfig(
         **SIZES, sliding_window=7, global_head_dim=32, hidden_size_per_layer_input=0, attention_k_eq_v=True
     ),
+    "olmo, a norm without weights": OlmoConfig(**SIZES),
+}
+# Of checkpoints with vision: the type of the text part, and the sizes of the other one.
+WITH_VISION = {name: (TEXT[name], VISION[name]) for name in ("gemma3", "qwen3_vl")} | {
+    "qwen2_5_vl": ("qwen2_5_vl_text", VISION["qwen3_vl"]),
+    "mistral3": ("mistral", VISION["gemma3"]),
 }
 
 
@@ -158,6 +169,28 @@ def test_the_bundled_target_grows_one_that_our_own_forward_knows() -> None:
     assert read_plan(head.body) is not None
     float32 = Head(parts_of_folder(BUNDLED), torch.float32)
     assert {p.dtype for p in float32.parameters()} == {torch.float32}
+
+
+def test_a_tied_projection_is_held_once_in_another_dtype_too(tmp_path: Path) -> None:
+    model = made("llama, tied").to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    for parts in (parts_of_folder(tmp_path), parts_of_model(model)):
+        body = Head(parts, torch.float32).body
+        assert body.get_output_embeddings().weight is body.get_input_embeddings().weight
+        assert body.get_input_embeddings().weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("model_type", WITH_VISION)
+def test_the_head_on_a_checkpoint_with_vision_is_that_of_its_language_model(model_type: str, tmp_path: Path) -> None:
+    text, vision = WITH_VISION[model_type]
+    several_kinds(text, model_type, **vision).save_pretrained(tmp_path)
+    settings = load_settings({"target": str(tmp_path), "device": "cpu", "dtype": "float32"})
+    target = load_model(Source("it", tmp_path, "none"), settings, "cpu")
+    held = Head(parts_of_model(target)).state_dict()
+    read = Head(parts_of_folder(tmp_path)).state_dict()
+    assert read.keys() == held.keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in held.items())
+    assert _trained_bytes(settings) > 0
 
 
 def test_a_head_of_another_target_is_refused_in_one_line(tmp_path: Path) -> None:
