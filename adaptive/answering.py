@@ -114,7 +114,8 @@ class Answering:
         )
 
     def features(self) -> Features:
-        """The target's hidden states of the part of the text that training reads."""
+        """The target's hidden states of the part of the text that training reads. Raises RuntimeError or MemoryError
+        without memory for them."""
         sequence = self.conversation.target.sequence
         first, end = kept(len(self.question.prompt), sequence.length)
-        return Features.of(sequence.features(first, end).float().cpu().numpy(), first)
+        return Features.of(sequence.features(first, end).cpu().float().numpy(), first)

@@ -5,6 +5,7 @@ Every front end (command line, demo, server) uses an ``Assistant`` and consumes 
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 import uuid
@@ -33,14 +34,17 @@ from adaptive.encoding import encode_text, render_chat
 from adaptive.engines.load import Forward, forward_of
 from adaptive.engines.protocol import Engine, ReadsFeatures, no_trees
 from adaptive.engines.protocol import Sequence as EngineSequence
-from adaptive.errors import AdaptiveError, ContextFullError
+from adaptive.errors import AdaptiveError, ContextFullError, first_line
 from adaptive.grammar import Constraint, Grammar, Grammars
 from adaptive.kept import KeptCaches
 from adaptive.pair import Pair
+from adaptive.records.features import Features
 from adaptive.records.writer import LogWriter
 from adaptive.sampling import LogitsProcessor
 from adaptive.settings import Settings, fixed_draft_length
 from adaptive.types import Message, Round, SamplingParams, StopParams
+
+logger = logging.getLogger("adaptive")
 
 
 def length_policy(
@@ -322,8 +326,20 @@ class Assistant:
         if self.history is not None and decoding.history is not None:
             self.history.release(decoding.history)
         if answering.record and decoding.output and self.log is not None:
-            features = answering.features() if isinstance(self.pair.draft, ReadsFeatures) else None
-            self.log.write(answering.generation(self.pair.target.name), features)
+            self.log.write(answering.generation(self.pair.target.name), self._features(answering))
+
+    def _features(self, answering: Answering) -> Features | None:
+        """The hidden states to be kept beside a record; None if the draft reads none, or if there is no memory for a
+        copy of them: the record is worth more than they are."""
+        if not isinstance(self.pair.draft, ReadsFeatures):
+            return None
+        try:
+            return answering.features()
+        except (RuntimeError, MemoryError, ValueError) as error:  # torch's error of a full GPU is a RuntimeError
+            logger.warning(
+                "an answer is logged without its hidden states, which could not be copied: %s", first_line(error)
+            )
+            return None
 
     def _end_set(self, stop: StopParams) -> frozenset[int]:
         return frozenset(stop.stop_token_ids) | (frozenset() if stop.ignore_eos else self._ends)

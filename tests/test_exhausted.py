@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+import torch
 from conftest import BUNDLED
 from rich.console import Console
 from safetensors.numpy import save_file
@@ -32,7 +33,10 @@ from adaptive.engines.load import load_engine
 from adaptive.errors import AdaptiveError
 from adaptive.opened import OpenedPair
 from adaptive.pair import draft_alone
+from adaptive.records.features import FeatureSpool
+from adaptive.records.log import Log
 from adaptive.settings import load_settings
+from adaptive.types import SamplingParams, StopParams
 from checkpoints.manifest import BaseDraft, Manifest, TrainedOn
 from checkpoints.store import AdapterStore, NewAdapter
 from cli.opened import open_pair
@@ -289,3 +293,29 @@ def test_a_server_with_an_adapter_survives_more_connections_than_it_has_file_des
             assert told(server) == 1
     finally:
         server.stop()
+
+
+def test_an_answer_whose_hidden_states_cannot_be_copied_is_logged_without_them(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = load_settings({"target": str(BUNDLED / "target"), "dtype": "float32", "history": "off"})
+    copy = torch.Tensor.cpu
+    with open_pair(settings, Console(file=io.StringIO())) as session:
+        width = session.pair.target.feature_width
+
+        def full(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.shape[1:] == (width,):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return copy(tensor)
+
+        greedy, few = SamplingParams(temperature=0.0), StopParams(4, ignore_eos=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "cpu", full)
+            assert len(list(session.assistant.complete("Once upon a time", greedy, few))) == 4
+        assert len(list(session.assistant.complete("Once upon a time", greedy, few))) == 4
+        assert session.assistant.log is not None
+        assert session.assistant.log.flush()
+        with Log(session.state.records) as log:
+            _, second = [entry.id for entry in log.generations()]
+        assert FeatureSpool(session.state.features, 0).ids() == [second]
+    assert "an answer is logged without its hidden states, which could not be copied: CUDA out of memory" in caplog.text
