@@ -97,6 +97,8 @@ def opened(
         with keeping(state.controller) as mine:
             with measuring or nullcontext():  # measures only if no costs are known
                 upkeep = Upkeep(pair, policy, memory, sampling)
+            if mine:
+                upkeep.keep = lambda: upkeep.save(state.controller, assistant.adapter)
             try:
                 yield OpenedPair(assistant, pair, state, store, swapper, upkeep)
             finally:

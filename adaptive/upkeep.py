@@ -1,10 +1,10 @@
 """Keeps the controller's costs up to date: loads and saves them, and measures them again while the program is idle.
 
 In: the policy of a pair, the state that the last session saved, and idle moments. Out: costs in the policy, and
-``controller.json`` at the end. Costs are due for measurement if they are older than a day, or come from another
-machine, another power supply or a busy machine, and after a swap of the adapter. The first use of a pair does not wait
-for a quiet moment. A target without a local draft is not measured: the costs of verifying history's proposals, or of a
-draft server, are learned during decoding, and saved.
+``controller.json``, at the end and now and then while idle, since a program may be killed. Costs are due for
+measurement if they are older than a day, or come from another machine, another power supply or a busy machine, and
+after a swap of the adapter. The first use of a pair does not wait for a quiet moment. A target without a local draft is
+not measured: the costs of verifying history's proposals, or of a draft server, are learned during decoding, and saved.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from pathlib import Path
 
 from adaptive.control.goodput import GoodputLength
@@ -28,6 +29,10 @@ logger = logging.getLogger("adaptive.control")
 # Seconds until the next measurement after one on a busy machine; doubled each time, up to the second number.
 AGAIN_S, LONGEST_S = 30.0, 3600.0
 
+# Seconds between two writes of ``controller.json`` while idle. Too low: a disk that sleeps is woken after each answer.
+# Too high: a program that is killed loses more of what was learned.
+KEEP_S = 600.0
+
 
 class Upkeep:
     """The costs of one pair's policy. For policies without costs all methods do nothing."""
@@ -43,6 +48,8 @@ class Upkeep:
         self._sampling = sampling
         self._running: Generator[None, None, Measured] | None = None
         self._not_before, self._pause = 0.0, AGAIN_S
+        self.keep: Callable[[], None] | None = None  # writes ``controller.json``; None if another process does that
+        self._kept = -KEEP_S  # when it was written last
         if self.policy is not None:
             self.policy.watch = LoadWatch(LoadMeter())
             if memory.costs is None:  # first use: even a busy machine's costs are better than none
@@ -58,7 +65,12 @@ class Upkeep:
         self._not_before, self._pause = 0.0, AGAIN_S
 
     def idle(self, wanted: Callable[[], bool]) -> None:
-        """While no request waits: measure costs, if due, until ``wanted`` returns True; the next call continues."""
+        """While no request waits: write what was learned, if due, and measure costs, if due, until ``wanted`` returns
+        True; the next call continues."""
+        if self.keep is not None and time.monotonic() - self._kept >= KEEP_S:
+            self._kept = time.monotonic()
+            with suppress(OSError):  # reported if it fails at the end, too
+                self.keep()
         if self.policy is None or not self.due or time.monotonic() < self._not_before:
             return
         if self._running is None:

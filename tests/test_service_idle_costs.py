@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from service_server import Server
 
 from adaptive.control.acceptance import Acceptance
 from adaptive.control.confidence import Calibration
 from adaptive.control.costs import LONGEST, CostTable
-from adaptive.control.memory import Memory, save
+from adaptive.control.memory import Memory, last_costs, save
 from adaptive.machine import identity
 from adaptive.measure import where_it_runs
 from adaptive.pair import Pair, load_pair
+from adaptive.service import engine
+from adaptive.service.metrics import Metrics
 from adaptive.settings import load_settings
 from adaptive.state import open_state
+from cli.opened import open_pair
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 # Timeout in seconds of work that takes two on an idle machine.
@@ -61,3 +66,19 @@ def test_costs_of_another_day_are_measured_anew_when_nobody_asks_and_no_request_
     assert again["costs"] != kept["costs"]
     if "beside other programs" not in server.said:
         assert again["measured"] > kept["measured"]
+
+
+def test_what_was_learned_is_on_the_disk_before_the_end(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server may always end by a kill or a power failure."""
+    monkeypatch.setattr(engine, "QUIET_S", 0.0)
+    settings = load_settings({"dtype": "float32", "record": False})
+    thread = engine.EngineThread(lambda: open_pair(settings, Console(file=io.StringIO())), Metrics(), queue=4)
+    thread.start(when_over=lambda: None)
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while not any(last_costs(file) for file in own_home.glob("*/controller.json")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert thread.state == "ready"
+    finally:
+        thread.close()

@@ -135,7 +135,8 @@ def remembered(
 
 
 def save(file: Path, memory: Memory) -> None:
-    """Write the whole file atomically. Raises OSError if that fails; the file is then unchanged."""
+    """Write the whole file atomically, unless it says the same already. Raises OSError if that fails; the file is then
+    unchanged."""
     acceptance, calibration = memory.acceptance, memory.calibration
     content = _File(
         device=memory.device,
@@ -155,7 +156,11 @@ def save(file: Path, memory: Memory) -> None:
             for kind, bins in memory.matches.kinds.items()
         },
     )
-    files.replace_text(file.parent, file, content.model_dump_json(indent=1))
+    text = content.model_dump_json(indent=1)
+    with contextlib.suppress(OSError):
+        if file.read_bytes() == text.encode():
+            return
+    files.replace_text(file.parent, file, text)
 
 
 def _stored(counts: Counts) -> _Counts:
