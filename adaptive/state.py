@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from adaptive.errors import AdaptiveError
 from checkpoints import files
+
+logger = logging.getLogger("adaptive")
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class PairState:
 
     @property
     def doubts(self) -> Path:
-        """The adapter that was rolled back and is to be judged again."""
+        """The adapter that was rolled back and is to be judged again, and how far training has read."""
         return self.root / "doubts.json"
 
 
@@ -81,13 +84,15 @@ def default_state_dir() -> Path:
 
 def open_state(state_dir: Path, pair_id: str) -> PairState:
     """Create (0700) or open the folder of ``pair_id``, remove unfinished files of killed processes, and restrict new
-    files to the user.
+    files to the user. If it is new, and these models were used by other names before, a warning says so.
 
     Raises AdaptiveError if the folder cannot be created or written.
     """
     root = state_dir / pair_id
     os.umask(0o077)
     try:
+        if not root.exists():
+            _warn_of_other_names(root)
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         files.finished(files.unfinished(root))  # checks that the folder is writable
         files.sweep(root)
@@ -96,6 +101,20 @@ def open_state(state_dir: Path, pair_id: str) -> PairState:
             f"state folder {root} cannot be written ({error.strerror}); choose another with --state-dir"
         ) from error
     return PairState(root)
+
+
+def _warn_of_other_names(root: Path) -> None:
+    """Name the folder of the same models by other names: those with the same hash after the last hyphen."""
+    same = root.name.rpartition("-")[2]
+    others = [state.root.name for state in existing_states(root.parent) if state.root.name.endswith(f"-{same}")]
+    if len(others) == 1:
+        logger.warning(
+            "state folder %s is new: the same models were used by other names before, and their log and adapters are "
+            "in %s; to go on with these, end this program, delete the new folder, and rename the old one to %s",
+            root,
+            root.with_name(others[0]),
+            root.name,
+        )
 
 
 def existing_states(state_dir: Path) -> list[PairState]:

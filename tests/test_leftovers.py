@@ -41,6 +41,17 @@ def test_a_training_state_that_was_half_written_is_gone_at_the_next_start(tmp_pa
     assert list(state.root.iterdir()) == []
 
 
+def test_the_state_of_models_that_were_renamed_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    open_state(tmp_path, "big--small-12345678").adapters.mkdir()
+    open_state(tmp_path, "big--small-87654321").adapters.mkdir()
+    assert not caplog.records
+    for _ in range(2):
+        open_state(tmp_path, "larger--small-12345678")
+    (warning,) = caplog.messages
+    assert f"in {tmp_path / 'big--small-12345678'}; to go on" in warning
+    assert "rename the old one to larger--small-12345678" in warning
+
+
 def test_a_second_server_says_who_holds_the_pair_also_where_the_note_is_damaged(tmp_path: Path) -> None:
     state, settings = open_state(tmp_path, "pair"), load_settings({})
     with only_server(state, settings) as note:
