@@ -29,31 +29,23 @@ def position_losses(
     where the draft began far from the target (docs/notes/2026-11-distillation.md). Distribution losses of
     greedy records use temperature 1. Where only text is known, the loss is cross-entropy.
     """
-    width = logits.shape[-1]
+    device, width = logits.device, logits.shape[-1]
     vocab = max(vocab, width, token_count(examples))
-    places = torch.full((vocab,), width, device=logits.device)
-    places[torch.arange(width, device=logits.device) if ids is None else ids] = torch.arange(
-        width, device=logits.device
-    )
-    lengths = [len(e.output) for e in examples]
+    columns, own = torch.full((vocab,), width, device=device), torch.arange(width, device=device)
+    columns[own if ids is None else ids] = own
     soft = [e.supervision is not None and name != "cross-entropy" for e in examples]
+    rows = torch.tensor([one for e, one in zip(examples, soft, strict=True) for _ in e.output], device=device)
     found = logits.new_empty(len(logits), dtype=torch.float32)
-    for is_soft in (False, True):
+    for is_soft in set(soft):
         chosen = [e for e, one in zip(examples, soft, strict=True) if one is is_soft]
-        if not chosen:
-            continue
-        whole = len(chosen) == len(examples)
-        rows = torch.tensor(soft, device=logits.device).repeat_interleave(torch.tensor(lengths, device=logits.device))
-        part = logits if whole else logits[rows == is_soft]
+        part = logits if len(chosen) == len(examples) else logits[rows == is_soft]
         if is_soft:
             divergence = losses.DIVERGENCES[AUTO if name == "auto" else name]
-            listed, logprobs, rest, temperature = _wanted(chosen, logits.device)
-            values = divergence(*losses.outcomes(part, places[listed], logprobs, rest, temperature, vocab))
+            listed, logprobs, rest, temperature = _wanted(chosen, device)
+            values = divergence(*losses.outcomes(part, columns[listed], logprobs, rest, temperature, vocab))
         else:
-            tokens = torch.cat([torch.from_numpy(e.output) for e in chosen]).long().to(logits.device)
-            values = losses.cross_entropy(part, places[tokens])
-        if whole:
-            return values
+            tokens = torch.cat([torch.from_numpy(e.output) for e in chosen]).long().to(device)
+            values = losses.cross_entropy(part, columns[tokens])
         found = found.masked_scatter(rows == is_soft, values)
     return found
 
