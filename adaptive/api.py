@@ -148,8 +148,8 @@ class Assistant:
         """Train the draft on the logged answers, in another process. A better draft is in use on return.
 
         The ``stage`` of the last report is ``done`` (``promoted`` or not), ``refused`` with the reason in ``message``
-        (too few answers yet), ``taken`` if another process trains this pair, or ``memory`` if it ran short. Raises
-        AdaptiveError if nothing is logged, or the training process fails.
+        (too few answers yet), ``failed`` with another reason (a full disk), ``taken`` if another process trains this
+        pair, or ``memory`` if it ran short. Raises AdaptiveError if nothing is logged, or the training process fails.
         """
         elsewhere = untrained(self.settings)
         if elsewhere is not None:

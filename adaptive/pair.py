@@ -360,13 +360,19 @@ def instead(source: Source) -> str:
     return f"to draft, take another model{file}"
 
 
-def _refused(target: Source, settings: Settings) -> str | None:
-    """The reason why no head can be grown on the target, or None. Raises AdaptiveError with it if one was requested."""
+def no_head_on(target: Source, settings: Settings) -> str | None:
+    """The reason why no head can be grown on the target, or None."""
     from adaptive.engines.head.module import unsuitable
 
     reason = unsuitable(read_config(target, settings).get_text_config())
     if reason is None and settings.memory is not None:
         reason = "no head is grown on a target whose layers are on disk (--memory)"
+    return reason
+
+
+def _refused(target: Source, settings: Settings) -> str | None:
+    """``no_head_on``. Raises AdaptiveError with the reason if a head was requested."""
+    reason = no_head_on(target, settings)
     if reason is not None and settings.draft == GROW:
         raise AdaptiveError(f"{reason}; name another draft, or --draft {PLAIN}")
     return reason

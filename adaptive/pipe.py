@@ -17,12 +17,14 @@ from adaptive import isolated
 
 BUSY, IDLE, STOP = "busy", "idle", "stop"
 
-# done: the run is over, whatever the gate decided. refused: it could not start, for a reason that more records will
-# remove. stopped: it was ordered to end early. memory: it ended because other programs needed the memory. taken:
-# another process trains this pair.
-Stage = Literal["loading", "training", "done", "refused", "stopped", "memory", "taken"]
+# done: the run is over, whatever the gate decided. refused: there was too little to learn from or to compare, and more
+# records will change that. failed: something else was wrong, such as a full disk. stopped: it was ordered to end early.
+# memory: it ended because other programs needed the memory. taken: another process trains this pair.
+Stage = Literal["loading", "training", "done", "refused", "failed", "stopped", "memory", "taken"]
 
-LAST: tuple[Stage, ...] = ("done", "refused", "stopped", "memory", "taken")
+LAST: tuple[Stage, ...] = ("done", "refused", "failed", "stopped", "memory", "taken")
+# Ends after which the same may succeed later.
+FAILED: tuple[Stage, ...] = ("failed", "memory")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 In: the adapter store, which any process may change. Out: calls of the assistant, and a line for each problem. An
 adapter is verified and read on a thread of its own, while the draft drafts with its old weights, and then merged in
 slices between rounds, without the draft. A damaged or incompatible adapter is skipped and reported once; decoding
-continues. While the store or the adapter cannot be read, the one in use stays.
+continues. While the store or the adapter cannot be read, the one in use stays, or the one before it is used, and it is
+looked at again.
 """
 
 from __future__ import annotations
@@ -44,14 +45,15 @@ class _Read:
     """A promoted adapter that was read: its ``manifest``, None for the plain draft, and ``problems`` for the user.
 
     ``before`` is CURRENT's value at the beginning, and ``after`` the one to expect at the end: another one if a damaged
-    adapter was replaced. ``steps`` is the swap, whose first step is done; None if this adapter is in use, or does not
-    fit (``error``).
+    adapter was replaced. ``unreadable``: this is another adapter than CURRENT's, which cannot be read now. ``steps`` is
+    the swap, whose first step is done; None if this adapter is in use, or does not fit (``error``).
     """
 
     manifest: Manifest | None
     problems: list[str]
     before: str | None
     after: str | None
+    unreadable: bool = False
     steps: Iterator[None] | None = None
     error: AdaptiveError | None = None
 
@@ -74,7 +76,7 @@ class Swapper:
         self.on_swap: Callable[[], None] = lambda: None
         self._say = say
         self._refused: str | None = ""  # an unusable and reported value of CURRENT (None: it names no adapter)
-        self._unread: set[str] = set()  # reported reasons why nothing could be read
+        self._unread: set[str] = set()  # reported reasons why something could not be read
         self._merging: str | None = None  # the value of CURRENT that began the swap
         self._looked = 0.0
         self._first = True
@@ -88,6 +90,7 @@ class Swapper:
         self._go_on(float("inf"))
         while self._look(None):
             self._go_on(float("inf"))
+        self._go_on(float("inf"))
         return self.assistant.adapter != before
 
     def between_rounds(self) -> bool:
@@ -104,7 +107,7 @@ class Swapper:
 
     def _look(self, patience: float | None) -> bool:
         """Begin to read the adapter if another one is promoted, and to swap once it is read. Waits for that for at most
-        ``patience`` seconds (None: without limit). Returns whether one was read."""
+        ``patience`` seconds (None: without limit). Returns whether the promoted one was read."""
         try:
             if self._reading is None:
                 self._reading = self._begin()
@@ -112,24 +115,31 @@ class Swapper:
                 return False
             began = time.perf_counter()
             done, _ = wait([self._reading], patience)
+            read = None
             if done:
                 reading, self._reading = self._reading, None
-                self._take(reading.result())
+                read = reading.result()
+                self._take(read)
             self._seconds += time.perf_counter() - began
-            return bool(done)
+            return read is not None and not read.unreadable
         except (AdaptiveError, *EXHAUSTED) as error:
             self._keep(error)
             return False
 
     def _keep(self, error: Exception) -> None:
-        """Nothing is known of what is promoted: leave the adapter in use, and look again later. Said once."""
-        self._looked = time.perf_counter() + AGAIN_S - LOOK_S
+        """Nothing is known of what is promoted: leave the adapter in use, and look again later."""
         problem = str(error)
         if not isinstance(error, AdaptiveError):
             problem = f"the promoted adapter cannot be read now ({first_line(error)})"
-        if problem not in self._unread:
-            self._unread.add(problem)
-            self._say(f"{problem}; adapter {self.assistant.adapter or 'none'} stays in use")
+        self._again_later(f"{problem}; adapter {self.assistant.adapter or 'none'} stays in use")
+
+    def _again_later(self, *problems: str) -> None:
+        """Look again in AGAIN_S. Each problem is said once."""
+        self._looked = time.perf_counter() + AGAIN_S - LOOK_S
+        for problem in problems:
+            if problem not in self._unread:
+                self._unread.add(problem)
+                self._say(problem)
 
     def _begin(self) -> Future[_Read] | None:
         """Begin to read the adapter, if another one is promoted."""
@@ -147,7 +157,8 @@ class Swapper:
         """Verify the promoted adapter and do the first step of its swap, which only reads. Runs on its own thread."""
         before = self.store.current_id()
         manifest, problems = self.store.usable(self.base)
-        read = _Read(manifest, problems, before, self.store.current_id() if problems else before)
+        unreadable = bool(problems) and self.store.unreadable(manifest) is not None
+        read = _Read(manifest, problems, before, self.store.current_id() if problems else before, unreadable)
         if read.name == self.assistant.adapter:
             return read
         folder = None if read.name is None else self.store.path(read.name)
@@ -163,11 +174,14 @@ class Swapper:
     def _take(self, read: _Read) -> None:
         """Begin the swap to an adapter that was read, unless another one has been promoted since."""
         self._first = False
-        for problem in read.problems:
-            self._say(problem)
+        if read.unreadable:
+            self._again_later(*read.problems)
+        else:
+            for problem in read.problems:
+                self._say(problem)
+            if read.problems:
+                self._refused = read.before  # report it once, not before every burst
         current = self.store.current_id()
-        if read.problems:
-            self._refused = read.before  # report it once, not before every burst
         if current != read.after:
             return
         if read.error is not None:

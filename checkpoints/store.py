@@ -253,6 +253,23 @@ class AdapterStore:
             return manifest, problems
         return None, problems
 
+    def unreadable(self, usable: Manifest | None) -> UnreadableAdapter | None:
+        """The reason why the adapter in use is not the ``usable`` one, if it is that it cannot be read now; else None.
+        It may be whole, so its successor must not be chosen yet, and the next look may find it. Raises
+        UnreadableStore."""
+        current = self.current_id()
+        if current is None or (usable is not None and usable.id == current):
+            return None
+        try:
+            self.verify(current)
+        except UnreadableAdapter as problem:
+            return problem
+        except UnreadableStore:
+            raise
+        except AdaptiveError:  # ``usable`` has said so
+            pass
+        return None
+
     def prune(self, keep: int, spare: Callable[[Manifest], bool] | None = None) -> tuple[str, ...]:
         """Delete all but the newest ``keep`` adapters, the one in use and the one a rollback would return to. With
         ``spare``, only adapters with a readable manifest for which it returns False.

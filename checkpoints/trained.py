@@ -20,19 +20,24 @@ PRUNED = "PRUNED"
 
 @dataclass(frozen=True)
 class Trained:
-    """An adapter's id, the seconds of its training, the newest log record that it was trained on (0: none), and whether
-    the gate judged it."""
+    """An adapter's id, the seconds of its training, the newest log record that it was trained on (0: none), whether the
+    gate judged it, and whether it was ever in use."""
 
     id: str
     seconds: float
     last_record: int
     judged: bool
+    promoted: bool = False
 
     @classmethod
     def of(cls, manifest: Manifest) -> Trained:
         """The figures of an adapter that is still there."""
         return cls(
-            manifest.id, manifest.train_seconds, manifest.trained_on.last_id or 0, judged=manifest.recent is not None
+            manifest.id,
+            manifest.train_seconds,
+            manifest.trained_on.last_id or 0,
+            judged=manifest.recent is not None,
+            promoted=manifest.status in ("promoted", "rolled_back"),
         )
 
 
@@ -50,6 +55,7 @@ def write_pruned(root: Path, pruned: Iterable[Trained]) -> None:
 def _parsed(line: str) -> Trained | None:
     try:
         said = json.loads(line)
-        return Trained(f"{int(said['id']):04d}", float(said["seconds"]), int(said["last_record"]), bool(said["judged"]))
+        judged, promoted = bool(said["judged"]), bool(said.get("promoted", False))  # earlier versions did not write it
+        return Trained(f"{int(said['id']):04d}", float(said["seconds"]), int(said["last_record"]), judged, promoted)
     except (ValueError, KeyError, TypeError):
         return None

@@ -1,4 +1,5 @@
-"""A process that runs short of memory or of file descriptors, for the length of a ``with`` block."""
+"""A process that runs short of memory or of file descriptors, or cannot read a file, for the length of a ``with``
+block."""
 
 from __future__ import annotations
 
@@ -41,3 +42,16 @@ def short_of_files(left: int) -> Iterator[None]:
         for descriptor in held:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@contextmanager
+def replaced_by_a_folder(file: Path) -> Iterator[None]:
+    """A file that cannot be read, which is an error that even the superuser gets."""
+    away = file.with_name("away")
+    file.rename(away)
+    file.mkdir()
+    try:
+        yield
+    finally:
+        file.rmdir()
+        away.rename(file)

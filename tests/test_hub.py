@@ -30,7 +30,7 @@ settings = load_settings({"target": "own/target", "draft": "own/draft"})
 identity = pair_identity(settings)
 pair = load_pair(settings)
 assert pair.identity == pair_identity(settings) == identity
-print(json.dumps([str(trained_draft(settings).folder), settings.model_dump(mode="json"), resolved()]))
+print(json.dumps([str(trained_draft(settings).folder), settings.model_dump(mode="json"), resolved(), identity.id]))
 """
 
 
@@ -115,20 +115,20 @@ def test_a_revision_that_moves_changes_no_weights_until_the_next_start(hub: Hub,
         "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
 
-    def start() -> tuple[str, dict[str, Any], list[tuple[str, str | None, str]]]:
+    def start() -> tuple[str, dict[str, Any], list[tuple[str, str | None, str]], str]:
         ran = subprocess.run(
             [sys.executable, "-c", START], capture_output=True, text=True, env=environment, check=False
         )
         assert ran.returncode == 0, ran.stderr
-        folder, settings, models = json.loads(ran.stdout)
-        return folder, settings, models
+        folder, settings, models, name = json.loads(ran.stdout)
+        return folder, settings, models, name
 
-    folder, settings, models = start()
+    folder, settings, models, name = start()
     assert Path(folder).name == "a" * 40
     assert len(hub.revisions) == 2, hub.revisions  # one for each model
     hub.commit, hub.asked = "b" * 40, []
-    order = Order(settings, str(tmp_path / "state"), paused=False, models=models)
-    (tmp_path / "state").mkdir()
+    order = Order(settings, str(tmp_path / name), paused=False, models=models)
+    (tmp_path / name).mkdir()
     command = [sys.executable, "-m", "trainers.worker"]
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     assert worker.stdin is not None

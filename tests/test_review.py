@@ -192,6 +192,17 @@ def test_drafts_are_compared_after_enough_answers_and_never_without_another(tmp_
     assert not doubts.due(1000)
 
 
+def test_how_far_training_has_read_is_kept_through_an_exchange_and_a_restart(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path / "adapters")
+    store.promote(publish_noise(store), "forced")
+    doubts = Doubts(store, tmp_path / "doubts.json", pytest.fail)
+    doubts.trained(500)
+    assert doubts.exchange(None, "the plain draft is better")
+    again = Doubts(store, tmp_path / "doubts.json", pytest.fail)
+    assert again.trained_until(newest=600) == 500
+    assert again.trained_until(newest=90) == 0, "the log was deleted, and its ids begin anew"
+
+
 def test_an_adapter_in_doubt_that_is_deleted_stops_no_comparison(tmp_path: Path) -> None:
     store = AdapterStore(tmp_path / "adapters")
     doubts = Doubts(store, tmp_path / "doubts.json", pytest.fail)

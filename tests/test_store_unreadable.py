@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from shortages import short_of_files
+from shortages import replaced_by_a_folder, short_of_files
 from store_factory import BASE, NEW, folder_in_memory, published, write
 
 from adaptive.errors import AdaptiveError
@@ -40,8 +41,11 @@ def test_an_adapter_that_cannot_be_read_now_stays_where_it_is(tmp_path: Path) ->
     assert manifest.id == "0001"
     assert "cannot be read (Too many levels of symbolic links); adapter 0001 is used" in problems[0]
     assert store.current_id() == "0002"
+    assert str(store.unreadable(manifest)) in problems[0]
     (tmp_path / "away").replace(weights)
     assert store.usable(BASE) == (store.show("0002"), [])
+    assert store.unreadable(store.show("0002")) is None
+    assert store.unreadable(store.usable(replace(BASE, weights="others"))[0]) is None
 
 
 def test_an_adapter_whose_folder_cannot_be_listed_is_passed_over(tmp_path: Path) -> None:
@@ -80,19 +84,6 @@ def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path: 
     assert files.files_below(tmp_path)
     with short_of_files(0), pytest.raises(OSError, match="Too many open files"):
         files.files_below(tmp_path)
-
-
-@contextmanager
-def replaced_by_a_folder(file: Path) -> Iterator[None]:
-    """A file that cannot be read, which is an error that even the superuser gets."""
-    away = file.with_name("away")
-    file.rename(away)
-    file.mkdir()
-    try:
-        yield
-    finally:
-        file.rmdir()
-        away.rename(file)
 
 
 def test_while_current_cannot_be_read_nothing_is_said_to_be_in_use_and_nothing_changes(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import BUNDLED, save_random_adapter
 from rich.console import Console
+from shortages import replaced_by_a_folder
 from slow_disk import promoted_on_a_slow_disk, until
 from test_service_learning import publish_random_adapter
 
@@ -185,6 +186,28 @@ def test_an_adapter_that_does_not_fit_is_passed_over_in_the_middle_of_an_answer(
     assert [step.token for step in session.assistant.complete(PROMPT, GREEDY, LONG)] == expected
     assert session.assistant.adapter is None
     assert session.swapper.swaps == 0
+
+
+def test_an_adapter_that_cannot_be_read_for_a_while_comes_into_use_afterwards(
+    session: OpenedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    session.swapper._say = said.append
+    names = [publish_random_adapter(session.store, tmp_path / str(seed), seed) for seed in (1, 2)]
+    for name in names:
+        session.store.promote(name, "the test says so")
+    with replaced_by_a_folder(session.store.path(names[1]) / "adapter_model.safetensors"):
+        assert session.swapper.use_promoted()
+        assert session.assistant.adapter == names[0]  # meanwhile
+        monkeypatch.setattr(swapper, "AGAIN_S", 0.0)
+        session.swapper._looked = 0.0
+        for _ in range(3):
+            session.swapper.between_rounds()
+        assert session.assistant.adapter == names[0]
+    assert len(said) == 1
+    assert f"cannot be read (Is a directory); adapter {names[0]} is used" in said[0]
+    assert session.swapper.use_promoted()
+    assert session.assistant.adapter == names[1]
 
 
 def test_the_adapter_that_is_promoted_while_anothers_merge_fails_comes_into_use(

@@ -110,14 +110,29 @@ def test_the_newest_records_trained_on_are_known_after_many_stopped_runs(state: 
 
 def test_pruning_makes_the_next_candidate_no_harder_and_loses_no_training_time(state: PairState) -> None:
     store = AdapterStore(state.adapters)
-    (in_use, *_) = after_runs(store, "psrssrr")
+    after_runs(store, "psrssrr")
     (candidate,) = after_runs(store, "c")
-    streak, seconds = _streak(store, candidate, in_use), training_seconds(store)
+    streak, seconds = _streak(store, candidate), training_seconds(store)
     assert streak == 4
     tidy(store, state, 1)
     assert ids(store) == ["0001", "0008"]
-    assert _streak(store, candidate, in_use) == streak
+    assert _streak(store, candidate) == streak
     assert training_seconds(store) == seconds
+
+
+def test_a_promotion_that_was_taken_back_begins_a_new_series_of_candidates(state: PairState) -> None:
+    store = AdapterStore(state.adapters)
+    after_runs(store, "prrrp")
+    store.rollback("live acceptance fell")
+    assert store.current_id() == "0001"
+    (first,) = after_runs(store, "c")
+    assert _streak(store, first) == 1
+    after_runs(store, "rr")
+    (later,) = after_runs(store, "c")
+    assert _streak(store, later) == 4
+    tidy(store, state, 1)  # what is deleted was promoted all the same
+    assert ids(store) == ["0001", "0006", "0009"]
+    assert _streak(store, later) == 4
 
 
 @pytest.mark.thorough

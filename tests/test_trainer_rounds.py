@@ -51,7 +51,7 @@ def test_a_candidate_that_was_not_judged_makes_the_next_no_harder(tmp_path: Path
     assert stopped.manifest.recent is None
     outcome = distill(log, store, BASE, small_draft(), SHORT, promotion="never")
     assert outcome.manifest is not None
-    assert _streak(store, outcome.manifest, None) == 1
+    assert _streak(store, outcome.manifest) == 1
 
 
 def test_an_answer_that_was_said_twice_is_judged_once(tmp_path: Path) -> None:

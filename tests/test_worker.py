@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import signal
@@ -16,20 +17,23 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from conftest import save_random_pair
+from shortages import replaced_by_a_folder
 from store_factory import NEW, published, write
 from test_trainer import small_draft, speak, target, write_log
 from test_trainer_command import tokenizer
 
 from adaptive.pair import pair_identity
-from adaptive.pipe import BUSY, IDLE, Order, Report
+from adaptive.pipe import BUSY, IDLE, Order, Report, Stage
 from adaptive.records.log import Log
 from adaptive.service.doubts import Doubt
-from adaptive.service.trainer import Trainer
+from adaptive.service.trainer import Trainer, background
 from adaptive.settings import Settings
 from adaptive.state import PairState, open_state
 from adaptive.types import Round, SamplingParams
 from checkpoints.manifest import HeldOut, Interval, TrainedOn
 from checkpoints.store import AdapterStore
+from trainers.worker import Brake, train
 
 # Timeout in seconds of work that takes a few on an idle machine.
 PATIENCE_S = 120.0
@@ -91,6 +95,22 @@ def let_it_look(trainer: Trainer) -> None:
 
     trainer._look = counted  # type: ignore[method-assign]
     until(lambda: len(looks) >= 2, trainer)
+
+
+def ends(trainer: Trainer, report: Report, reviewing: bool = False) -> None:
+    """Let a run, or a review, of this trainer have ended with this report."""
+    with subprocess.Popen([sys.executable, "-c", ""], text=True) as process:
+        process.wait()
+        trainer._process, trainer._report, trainer._reviewing = process, report, reviewing
+        trainer._conclude(process)
+
+
+def carried_out(taught: Taught, review: bool = False) -> Report:
+    """The last report of a run in this process."""
+    order = Order(taught.settings.for_worker(), str(taught.state.root), paused=False, review=review)
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as commands, os.fdopen(writing, "w"):
+        return train(order, Brake(commands, paused=False), io.StringIO())
 
 
 def worker_of(trainer: Trainer) -> int:
@@ -196,6 +216,91 @@ def test_a_killed_worker_is_seen_and_nothing_is_lost(taught: Taught) -> None:
     with Log(taught.state.records) as log:
         assert log.count() == ANSWERS
     assert AdapterStore(taught.state.adapters).current_id() is None
+
+
+@pytest.mark.parametrize("stage", ["memory", "failed"])
+def test_what_may_pass_is_tried_again_later_and_later_and_is_not_taken_for_training(
+    taught: Taught, stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, pauses = Trainer(taught.settings, taught.state, 1), []
+    trainer._newest = trainer._read_until = ANSWERS
+    for _ in range(3):
+        ends(trainer, Report(stage, "the disk or the memory is full"))
+        pauses.append(trainer._not_before - time.monotonic())
+    assert pauses == pytest.approx([30.0, 60.0, 120.0], abs=5.0)
+    assert trainer.status.new_generations == ANSWERS
+    warnings = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert "the disk or the memory is full; next try in 30 s" in warnings[0].getMessage()
+    ends(trainer, Report("refused", "too little to distil from"))
+    assert trainer.status.new_generations == 0
+    ends(trainer, Report(stage, "full again"))
+    assert trainer._not_before - time.monotonic() == pytest.approx(30.0, abs=5.0)
+
+
+def test_a_review_that_fails_does_not_keep_training_from_its_turn(taught: Taught) -> None:
+    published(taught.state.adapters, 1, promote=1)
+    trainer = Trainer(taught.settings, taught.state, 1)
+    trainer._newest = ANSWERS
+    for _ in range(2):
+        assert trainer._review_is_next()
+        ends(trainer, Report("memory", "the machine is short of memory"), reviewing=True)
+        assert not trainer._review_is_next()
+        ends(trainer, Report("memory", "the machine is short of memory"))
+    trainer._seen = ANSWERS  # nothing to train on
+    ends(trainer, Report("failed", "the log cannot be read now"), reviewing=True)
+    assert trainer._review_is_next()
+
+
+def test_a_run_that_kept_nothing_is_not_repeated_at_the_next_start(taught: Taught) -> None:
+    trainer = Trainer(taught.settings, taught.state, 1)
+    ends(trainer, Report("done", "No state of training was as good as the draft in use", until=ANSWERS - 10))
+    with training(taught) as again:
+        again.idle()
+        until(lambda: "10 new answers of the 50" in again.status.reason, again)
+    assert again.runs == 0
+
+
+@pytest.mark.thorough
+def test_a_run_whose_adapter_could_not_be_published_is_gone_on_with(taught: Taught) -> None:
+    lock = taught.state.adapters / ".lock"
+    lock.mkdir(parents=True)  # an error that even the superuser gets
+    last = carried_out(taught)
+    assert last.stage == "failed"
+    assert "cannot be written" in last.message
+    lock.rmdir()
+    last = carried_out(taught)
+    assert last.stage == "done", last.message
+    assert "going on with the run that was interrupted" in last.message
+
+
+@pytest.mark.parametrize("review", [False, True])
+def test_after_the_models_files_were_replaced_nothing_is_trained_or_judged_under_their_name(
+    taught: Taught, review: bool
+) -> None:
+    store = published(taught.state.adapters, 2, promote=1)
+    small_draft().save_pretrained(str(taught.settings.target))
+    last = carried_out(taught, review)
+    assert last.stage == "failed"
+    assert "the models' files have changed since this program started" in last.message
+    assert (store.current_id(), len(store.list())) == ("0001", 2)
+
+
+@pytest.mark.parametrize("review", [False, True])
+def test_while_the_adapter_in_use_cannot_be_read_nothing_is_trained_or_judged(taught: Taught, review: bool) -> None:
+    store = published(taught.state.adapters, 2, promote=2)
+    with replaced_by_a_folder(store.path("0002") / "adapter_model.safetensors"):
+        last = carried_out(taught, review)
+    assert last.stage == "failed"
+    assert "adapter 0002: adapter_model.safetensors" in last.message
+    assert (store.current_id(), len(store.list())) == ("0002", 2)
+
+
+def test_why_no_head_is_trained_on_a_target_is_said(tmp_path: Path) -> None:
+    settings = Settings(target=str(save_random_pair(tmp_path, "gpt_neox")[0]), home=tmp_path / "home", device="cpu")
+    state = open_state(settings.state_dir, pair_identity(settings).id)
+    with background(settings, state) as trainer:
+        until(lambda: "no head can be grown on a GPTNeoXForCausalLM" in trainer.status.reason, trainer)
+        assert trainer.status.activity == "off"
 
 
 @pytest.mark.thorough

@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,10 @@ VALIDATION_SLACK = 0.03
 # Seconds for which a judged candidate stays, however many runs follow: a person asked for it (``--no-promote``). Too
 # low: it is gone before it was looked at. Too high: a command that makes one every night fills the disk.
 ASKED_FOR_S = 30 * 86400.0
+
+
+class TooLittleError(AdaptiveError):
+    """There are too few records to learn from or to judge by. More records will change that."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +123,11 @@ def distill(
     prompts; such a run cannot be continued. ``rehearsal`` gives the draft's own text, on which an adapter keeps what
     the draft knows; heads do without. ``clock`` measures the seconds of training; it stands still during pauses.
 
-    Raises AdaptiveError if there are too few records to learn from or to judge by.
+    Raises TooLittleError if there are too few records to learn from or to judge by, and AdaptiveError if something else
+    is wrong, such as a full disk, or an adapter in use that cannot be read.
     """
     began = time.perf_counter()
-    in_use, notes = store.usable(base) if store.root.is_dir() else (None, [])
+    in_use, notes = adapter_in_use(store, base)
     current = store.current_id()  # may be an adapter of other weights, which is not used
     kept = TrainingState(state) if state is not None and not rivals else None
     students = students_of(draft)
@@ -131,7 +137,8 @@ def distill(
             "a head learns from the target's hidden states, which a file of chat messages does not hold; let the "
             "target answer prompts with --prompts, or learn from the log"
         )
-    sets, resumed = gather(log, extra, in_use, recipe, base, students.longest_output, kept, spool)
+    with from_records():
+        sets, resumed = gather(log, extra, in_use, recipe, base, students.longest_output, kept, spool)
     # Without an adapter in use, "parent" equals "zero", so rivals with the other start are left out.
     recipes = [recipe, *(r for r in rivals if in_use is not None or r.start == recipe.start)]
     try:
@@ -148,7 +155,7 @@ def distill(
         figures, result = _figures(students, store, in_use, sets, best.recipe, result, should_stop)
         manifest = _publish(students, store, base, result, figures, sets, best.recipe, in_use)
         if figures is not None:
-            verdict = judge(*figures, streak=_streak(store, manifest, in_use))
+            verdict = judge(*figures, streak=_streak(store, manifest))
         manifest = _settle(store, manifest, verdict, promotion, current)
     if kept is not None and not result.stopped:
         kept.forget()
@@ -168,6 +175,28 @@ def distill(
         notes=(*notes, *_notes(resumed, len(sets.damaged), kept.problem if kept else None)),
         attempts=tuple(attempts),
     )
+
+
+def adapter_in_use(store: AdapterStore, base: BaseDraft) -> tuple[Manifest | None, list[str]]:
+    """The adapter in use, None for the plain draft, and notes for the user (``AdapterStore.usable``). Raises
+    UnreadableAdapter while it cannot be read: it may be better than the draft that is used in its place, so nothing may
+    be judged by that one."""
+    in_use, notes = store.usable(base) if store.root.is_dir() else (None, [])
+    if (problem := store.unreadable(in_use)) is not None:
+        raise problem
+    return in_use, notes
+
+
+@contextmanager
+def from_records() -> Iterator[None]:
+    """Around what reads records: an AdaptiveError without a cause, such as a file that cannot be read, says that there
+    are too few, and is raised as TooLittleError."""
+    try:
+        yield
+    except AdaptiveError as error:
+        if error.__cause__ is not None:
+            raise
+        raise TooLittleError(str(error)) from None
 
 
 def _notes(resumed: bool, damaged: int, unkept: str | None) -> list[str]:
@@ -322,11 +351,12 @@ def _publish(
         return store.publish(lambda folder: student.write(state, folder), new)
 
 
-def _streak(store: AdapterStore, candidate: Manifest, in_use: Manifest | None) -> int:
-    """The number (from 1) of this candidate since the adapter in use. Candidates that were stopped and not judged do
-    not count; pruned ones do."""
-    before = int(in_use.id) if in_use else 0
-    unjudged = sum(not one.judged for one in store.trained() if before < int(one.id) < int(candidate.id))
+def _streak(store: AdapterStore, candidate: Manifest) -> int:
+    """The number (from 1) of this candidate since the last one that was promoted, whether that is still in use or not.
+    Candidates that were stopped and not judged do not count; pruned ones do."""
+    earlier = [one for one in store.trained() if int(one.id) < int(candidate.id)]
+    before = max((int(one.id) for one in earlier if one.promoted), default=0)
+    unjudged = sum(not one.judged for one in earlier if int(one.id) > before)
     return int(candidate.id) - before - unjudged
 
 

@@ -28,6 +28,7 @@ from adaptive.settings import Settings
 from adaptive.state import PairState
 
 if TYPE_CHECKING:
+    from checkpoints.manifest import BaseDraft
     from trainers.fit import Progress
     from trainers.run import DistillOutcome
 
@@ -142,6 +143,7 @@ def step_behind(niceness: int) -> None:
 def train(order: Order, brake: Brake, report: IO[str]) -> Report:
     """Carry out one order. Intermediate reports are written to ``report``; the last one is returned."""
     from trainers.lock import AnotherTrainerError, only_trainer
+    from trainers.run import TooLittleError
 
     adopt(order.models)
     settings = Settings(**order.settings)
@@ -162,13 +164,29 @@ def train(order: Order, brake: Brake, report: IO[str]) -> Report:
             outcome = _round(settings, state, brake, tell)
     except AnotherTrainerError as error:
         return Report("taken", str(error))
-    except AdaptiveError as error:
+    except TooLittleError as error:
         return Report("refused", str(error))
+    except AdaptiveError as error:
+        return Report("failed", str(error))
     return _ended(brake, outcome)
 
 
+def _base(settings: Settings, state: PairState) -> BaseDraft:
+    """The model that adapters in ``state`` belong to. Raises AdaptiveError if other models are in the folders by now
+    than those that ``state`` is named after: their adapters belong elsewhere."""
+    from adaptive.pair import pair_identity
+
+    identity = pair_identity(settings)
+    if identity.id != state.root.name:
+        raise AdaptiveError(
+            f"the models' files have changed since this program started (they were {state.root.name}, and are "
+            f"{identity.id}); start it again"
+        )
+    return identity.base
+
+
 def _round(settings: Settings, state: PairState, brake: Brake, tell: Callable[[Report], None]) -> DistillOutcome:
-    from adaptive.pair import load_draft_for_training, load_tokenizer, pair_identity
+    from adaptive.pair import load_draft_for_training, load_tokenizer
     from adaptive.records.features import spool_of
     from checkpoints.store import AdapterStore
     from trainers.fit import STEPS
@@ -186,7 +204,7 @@ def _round(settings: Settings, state: PairState, brake: Brake, tell: Callable[[R
         tell(Report("training", message, share, loss, acceptance))
 
     store = AdapterStore(state.adapters, around_changes=brake.steady)
-    base = pair_identity(settings).base
+    base = _base(settings, state)
     outcome = distill(
         state.records,
         store,
@@ -204,19 +222,21 @@ def _round(settings: Settings, state: PairState, brake: Brake, tell: Callable[[R
 
 
 def _review(settings: Settings, state: PairState, brake: Brake, doubted: str | None) -> Report:
-    from adaptive.pair import load_draft_for_training, pair_identity
+    from adaptive.pair import load_draft_for_training
     from adaptive.records.features import spool_of
     from checkpoints.store import AdapterStore
     from trainers.replay import Stopped
     from trainers.review import review
+    from trainers.run import adapter_in_use, from_records
 
     store = AdapterStore(state.adapters, around_changes=brake.steady)
-    base, draft = pair_identity(settings).base, load_draft_for_training(settings)
+    base, spool = _base(settings, state), spool_of(state, settings.feature_gb)
+    draft = load_draft_for_training(settings)
+    adapter_in_use(store, base)
     current = store.current_id()
     try:
-        found = review(
-            state.records, store, base, draft, doubted, brake.should_stop, spool_of(state, settings.feature_gb)
-        )
+        with from_records():
+            found = review(state.records, store, base, draft, doubted, brake.should_stop, spool)
     except Stopped:
         return _ended(brake, None)
     return Report("done", found.message, share=1.0, adapter=found.best, better=found.best != current)

@@ -1,7 +1,8 @@
 """The adapter in doubt: it was taken out of use, and is compared with the draft in use again, also after a restart.
 
 In: what live acceptance (``watch``) and the comparison of drafts on the newest answers (``trainers.review``) have
-found. Out: changes of the adapter store, and ``doubts.json``, replaced atomically; a damaged file counts as missing.
+found, and how far training has read. Out: changes of the adapter store, and ``doubts.json``, replaced atomically; a
+damaged file counts as missing.
 """
 
 from __future__ import annotations
@@ -32,16 +33,19 @@ class _File(BaseModel):
     adapter: str | None
     settled: int
     reviewed: int = 0
+    trained: int = 0
 
 
 @dataclass(frozen=True)
 class Doubt:
     """``adapter`` is in doubt; None: no adapter. Live acceptance ignores answers up to id ``settled``: a rollback or a
-    review has already used them. ``reviewed`` is the newest answer on which drafts were compared."""
+    review has already used them. ``reviewed`` is the newest answer on which drafts were compared, ``trained`` the
+    newest one of a training run that is over, whether it made an adapter or not."""
 
     adapter: str | None = None
     settled: int = 0
     reviewed: int = 0
+    trained: int = 0
 
     @classmethod
     def load(cls, file: Path) -> Doubt:
@@ -106,7 +110,7 @@ class Doubts:
         """Put ``best`` in use (None: the plain draft) after a review; the adapter that was in use is in doubt. Returns
         whether that could be done."""
         before, current = self.now, self._store.current_id()
-        self._keep(Doubt(current, before.reviewed, before.reviewed))
+        self._keep(replace(before, adapter=current, settled=before.reviewed))
         try:
             if best is not None:
                 self._store.promote(best, f"back in use: {reason}", over=(current,))
@@ -118,6 +122,16 @@ class Doubts:
             return False
         logger.warning("%s is in use now: %s", "the plain draft" if best is None else f"adapter {best}", reason)
         return True
+
+    def trained(self, until: int) -> None:
+        """A training run on answers up to ``until`` is over."""
+        self._keep(replace(self.now, trained=until))
+
+    def trained_until(self, newest: int) -> int:
+        """The newest answer of a training run that is over, of this process or another; 0 for none. ``newest`` is the
+        newest answer in the log: a later one was in a log that has been deleted."""
+        until = max(self.now.trained, Doubt.load(self._file).trained)
+        return until if until <= newest else 0
 
     def promoted(self) -> None:
         """A newly trained adapter came into use: it has learned from newer answers than the one in doubt."""
@@ -141,4 +155,4 @@ class Doubts:
         try:
             doubt.save(self._file)
         except OSError as error:
-            self._warn(f"{self._file} cannot be written ({error.strerror}); a restart forgets what is in doubt")
+            self._warn(f"{self._file} cannot be written ({error.strerror}); a restart forgets what is in it")

@@ -26,8 +26,8 @@ from adaptive.engines.head.parts import parts_bytes
 from adaptive.engines.hf.quantised import float32_bytes
 from adaptive.errors import AdaptiveError
 from adaptive.hub import resolved
-from adaptive.pair import grows_on, sources, trained_draft
-from adaptive.pipe import BUSY, IDLE, LAST, STOP, Order, Report, start_worker
+from adaptive.pair import grows_on, no_head_on, sources, trained_draft
+from adaptive.pipe import BUSY, FAILED, IDLE, LAST, STOP, Order, Report, start_worker
 from adaptive.records.log import Log
 from adaptive.records.stats import count_rounds
 from adaptive.remote import untrained
@@ -37,13 +37,14 @@ from adaptive.service.watch import Watch
 from adaptive.settings import Settings, training_window
 from adaptive.state import PairState
 from adaptive.types import Round
+from checkpoints.folder import UnreadableAdapter
 from checkpoints.store import AdapterStore
 
 logger = logging.getLogger("adaptive.trainer")
 
 # Seconds between two checks of the log and the clock. Nothing here is urgent: ``busy`` acts at once.
 LOOK_S = 0.5
-# Seconds after a crash before the next run; doubled with each consecutive crash, up to the second number.
+# Seconds after a run that failed before the next one; doubled with each consecutive failure, up to the second number.
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 30.0, 3600.0
 # Newest logged answers from which live acceptance is restored after a restart.
 REMEMBERED = 200
@@ -73,14 +74,16 @@ class TrainerStatus:
 class Trainer:
     """Starts and supervises training runs, on a thread of its own. Any thread may call ``busy`` and ``idle``."""
 
-    def __init__(self, settings: Settings, state: PairState, draft_bytes: int) -> None:
-        """``draft_bytes`` is the size of the draft's float32 weights, 0 where there is no draft."""
+    def __init__(self, settings: Settings, state: PairState, draft_bytes: int, why_none: str | None = None) -> None:
+        """``draft_bytes`` is the size of the draft's float32 weights, 0 where there is no draft; ``why_none`` says why
+        there is none."""
         self.settings = settings
         self.state = state
         self.store = AdapterStore(state.adapters)
         self.runs = self.crashes = 0
         self._need = TRAINING_LIBRARIES + TRAINING_PER_BYTE * draft_bytes
         self._has_draft = draft_bytes > 0
+        self._why_none = why_none or "there is no draft to train"
         self.costs: Callable[[], CostTable | None] = lambda: last_costs(state.controller)  # last known costs of a round
         self._gains = Gains(state)
         self._watch = Watch()
@@ -92,7 +95,7 @@ class Trainer:
         self._quiet_since = time.monotonic()
         self._last_run: str | None = None
         self._doubts = Doubts(self.store, state.doubts, self._warn)
-        self._reviewing = False
+        self._reviewing = self._put_off = False  # ``_put_off``: the last run was a review that failed
         self._seen = self._newest = self._read_until = 0  # ids: trained up to, newest, newest at the start of this run
         self._failures = 0
         self._not_before = 0.0
@@ -169,8 +172,9 @@ class Trainer:
 
     def _remember(self, log: Log) -> None:
         """Restore from the store and the log: the newest record trained on, and live acceptance."""
+        self._newest = log.last_id()
+        self._doubts.remember(self._newest)
         self._seen = self._trained_until()
-        self._doubts.remember(log.last_id())
         remembered = log.figures(REMEMBERED)
         seeded = log.seeded(min(remembered.ids, default=1) - 1)  # left out, as for live answers
         for figures in remembered:
@@ -179,9 +183,10 @@ class Trainer:
                 self._watch.observe(figures.adapter, own)
 
     def _trained_until(self) -> int:
-        """The newest record that an adapter of the store was trained on, in any process; 0 for none."""
+        """The newest record that training has used, in any process; 0 for none."""
         # Only judged adapters: a stopped run leaves an unjudged one, and will continue with the same records.
-        return max((one.last_record for one in self.store.trained() if one.judged), default=0)
+        judged = max((one.last_record for one in self.store.trained() if one.judged), default=0)
+        return max(judged, self._doubts.trained_until(self._newest))
 
     def _look(self, log: Log) -> None:
         self._roll_back_if_worse(log)
@@ -203,7 +208,7 @@ class Trainer:
         """The reason why training waits, with the activity to show; None if a run can begin."""
         new, quiet = self._newest - self._seen, time.monotonic() - self._quiet_since
         if not self._has_draft:
-            return "off", untrained(self.settings) or "there is no draft to train"
+            return "off", untrained(self.settings) or self._why_none
         if self.settings.distill == "off":
             return "off", "switched off (distill is off)"
         if time.monotonic() < self._not_before:
@@ -234,11 +239,15 @@ class Trainer:
         minute, (begin, end) = 60 * now.tm_hour + now.tm_min, window
         return begin <= minute < end if begin <= end else minute >= begin or minute < end
 
+    def _review_is_next(self) -> bool:
+        """Whether a review comes before training: if it is due, and if it has not just failed while training is due."""
+        trains = self._newest - self._seen >= self.settings.distill_after
+        return self._doubts.due(self._newest) and not (self._put_off and trains)
+
     def _begin(self) -> None:
         """Start a worker. Its standard error goes to ``trainer.log``, which is overwritten by each run."""
         settings, process = self.settings.for_worker(), start_worker(self.state.root / "trainer.log")
-        self._read_until = self._newest
-        self._reviewing = self._doubts.due(self._newest)
+        self._read_until, self._reviewing = self._newest, self._review_is_next()
         if self._reviewing:
             logger.info("the draft in use is compared with others on the newest answers")
         else:
@@ -281,28 +290,40 @@ class Trainer:
         report = self._report
         with self._lock:
             self._process, self._report, self._paused = None, None, False
-        if process.returncode == 0 and report is not None and report.stage in LAST:
-            self._failures = 0
-            self._last_run = report.message
-            if self._reviewing and report.stage in ("done", "refused"):
-                self._doubts.reviewed(self._read_until)
-                if report.better and self._doubts.exchange(report.adapter, report.message):
-                    self._watch.forgive(report.adapter)
-            elif report.stage in ("done", "refused"):
-                self.runs += report.stage == "done"
-                self._seen = self._read_until if report.until is None else report.until
-                if report.promoted:
-                    self._doubts.promoted()
-            elif report.stage in ("memory", "taken"):
-                self._not_before = time.monotonic() + FIRST_BACKOFF_S
-            logger.info("training run: %s", report.message)
-            return
-        self.crashes += 1
-        self._failures += 1
+        if process.returncode != 0 or report is None or report.stage not in LAST:
+            self.crashes += 1
+            self._back_off(f"the training process {self._why(process.returncode)}")
+        elif report.stage in FAILED:
+            self._back_off(report.message)
+        else:
+            self._over(report)
+
+    def _over(self, report: Report) -> None:
+        """A run has ended as it should."""
+        self._failures, self._put_off = 0, False
+        self._last_run = report.message
+        if report.stage == "taken":
+            self._not_before = time.monotonic() + FIRST_BACKOFF_S
+        elif report.stage != "stopped" and self._reviewing:
+            self._doubts.reviewed(self._read_until)
+            if report.better and self._doubts.exchange(report.adapter, report.message):
+                self._watch.forgive(report.adapter)
+        elif report.stage != "stopped":
+            self.runs += report.stage == "done"
+            self._seen = self._read_until if report.until is None else report.until
+            self._doubts.trained(self._seen)
+            if report.promoted:
+                self._doubts.promoted()
+        logger.info("training run: %s", report.message)
+
+    def _back_off(self, problem: str) -> None:
+        """A run has failed, for a reason that may pass: the next one comes later, and is of the other kind if both are
+        due."""
+        self._failures, self._put_off = self._failures + 1, self._reviewing
         pause = min(FIRST_BACKOFF_S * 2 ** (self._failures - 1), LONGEST_BACKOFF_S)
         self._not_before = time.monotonic() + pause
-        self._last_run = f"the training process {self._why(process.returncode)}"
-        logger.warning("%s; next try in %.0f s", self._last_run, pause)
+        self._last_run = problem
+        logger.warning("training run: %s; next try in %.0f s", problem, pause)
 
     def _why(self, status: int) -> str:
         if status < 0:
@@ -316,6 +337,9 @@ class Trainer:
         current = self.store.current_id()
         try:
             manifest = None if current is None else self.store.show(current)
+        except UnreadableAdapter as error:  # it may be whole, and readable a moment later
+            self._warn(str(error))
+            return
         except AdaptiveError:  # damaged while in use: the last good one replaces it, as at startup
             for problem in self.store.usable(None)[1]:
                 self._warn(problem)
@@ -368,20 +392,24 @@ class Trainer:
 
 
 def _trained_bytes(settings: Settings) -> int:
-    """Bytes of the weights that a training run loads, in float32; 0 if there is nothing to train."""
+    """Bytes of the weights that a training run loads, in float32; 0 if there is nothing to train. Raises AdaptiveError
+    with the reason why there is no head on this target."""
     draft, grown = trained_draft(settings), grows_on(settings)
-    if grown is not None or (draft is not None and draft.head):
-        with contextlib.suppress(AdaptiveError):  # heads are not supported for this target: reported at loading
-            own = float32_bytes(draft.folder) if draft is not None and draft.head is HeadKind.EAGLE3 else 0
-            return own + parts_bytes(sources(settings)[0].folder, settings.trust_remote_code)
-        return 0
-    return float32_bytes(draft.folder) if draft else 0
+    if grown is None and (draft is None or not draft.head):
+        return float32_bytes(draft.folder) if draft else 0
+    if grown is not None and (reason := no_head_on(grown, settings)) is not None:
+        raise AdaptiveError(reason)
+    own = float32_bytes(draft.folder) if draft is not None and draft.head is HeadKind.EAGLE3 else 0
+    return own + parts_bytes(sources(settings)[0].folder, settings.trust_remote_code)
 
 
 @contextlib.contextmanager
 def background(settings: Settings, state: PairState) -> Iterator[Trainer]:
     """A running trainer for the pair of ``settings``. It trains only after the first ``idle``, unless ``always``."""
-    trainer = Trainer(settings, state, _trained_bytes(settings))
+    try:
+        trainer = Trainer(settings, state, _trained_bytes(settings))
+    except AdaptiveError as reason:
+        trainer = Trainer(settings, state, 0, str(reason))
     trainer.start()
     try:
         yield trainer
