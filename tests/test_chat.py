@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pexpect
@@ -92,8 +93,11 @@ def test_what_cannot_be_written_or_read_is_typed_all_the_same(tmp_path: Path) ->
             assert next(messages) == "first"
 
 
-def test_a_file_that_was_deleted_meanwhile_is_again_for_the_user_alone(tmp_path: Path) -> None:
+def test_a_file_that_was_deleted_meanwhile_is_again_for_the_user_alone(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     kept = tmp_path / "typed.txt"
+    request.addfinalizer(partial(os.umask, os.umask(0o022)))
     with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
         messages = Keyboard([], kept).messages()
         for text in ("first", "second"):
@@ -399,15 +403,13 @@ def test_a_chat_on_a_terminal(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 # A thread of the chat that warns once there is a file, and then deletes that.
 WARNS = """
-import logging, pathlib, threading, time
-import cli.main
+import logging, pathlib, threading, time, cli.main
 
 def warn(sign):
     while not sign.exists():
         time.sleep(0.02)
     logging.getLogger("adaptive.trainer").warning("the training has failed")
     sign.unlink()
-
 threading.Thread(target=warn, args=(pathlib.Path(%r),), daemon=True).start()
 cli.main.run()
 """
