@@ -25,107 +25,20 @@ from test_models import VISION, several_kinds
 from tiny_models import tiny_model
 from upstream_server import CLOSE, Heard, Scripted, plain, scripted
 
-from adaptive.errors import AdaptiveError
 from adaptive.pair import load_draft_for_training, pair_identity
 from adaptive.records.writer import LogWriter
 from adaptive.settings import load_settings
 from adaptive.state import PairState, open_state
 from adaptive.types import SamplingParams
-from adaptive.upstream.kinds import ADAPTIVE, LLAMA_SERVER, SGLANG, UNKNOWN, VLLM, Kind
 from adaptive.upstream.lengths import RoundCosts, advise, round_costs
 from adaptive.upstream.measure import Answered, Measured, counted, each_accepted
-from adaptive.upstream.publishing import StartFile, edited, options, restart
+from adaptive.upstream.publishing import restart
 from checkpoints.store import AdapterStore
 from cli.publish import _held_out, _prompts
 from cli.published import AdaptedDraft
 from cli.trial import worse_than
 from trainers.dataset import Example, read_log, split
 from trainers.lora import Recipe, attach
-
-STARTS = {
-    LLAMA_SERVER: "#!/bin/sh\n# llama-server\nexec ./bin/llama-server -m t.gguf \\\n  --port 8080\n",
-    VLLM: "vllm serve owner/target --port 8000\n",
-    SGLANG: "python -m sglang.launch_server --model-path owner/target\n",
-    ADAPTIVE: "adaptive serve --target t\n",
-}
-
-
-@pytest.mark.parametrize("kind", STARTS, ids=lambda kind: kind.name)
-def test_options_come_into_the_start_command_and_are_replaced_there(kind: Kind) -> None:
-    first = edited(STARTS[kind], kind, options(kind, Path("/a folder/one"), 3))
-    second = edited(first, kind, options(kind, Path("/two"), 5))
-    assert edited(second, kind, options(kind, Path("/two"), 5)) == second
-    assert "one" not in second
-    words = shlex.split(second, comments=True)
-    for name, value in options(kind, Path("/two"), 5).items():
-        assert words.count(name) == 1
-        assert words[words.index(name) + 1] == value
-    kept = [word for word in shlex.split(STARTS[kind], comments=True) if word.strip()]
-    rest = iter(words)
-    assert all(word in rest for word in kept)  # in the same order
-
-
-def test_what_vllm_is_told_is_json() -> None:
-    (said,) = options(VLLM, Path("/d"), 4).values()
-    assert json.loads(said) == {"method": "draft_model", "model": "/d", "num_speculative_tokens": 4}
-
-
-def test_a_start_command_of_something_else_is_refused() -> None:
-    with pytest.raises(AdaptiveError, match="--spec-draft-model"):
-        edited("docker start box", LLAMA_SERVER, options(LLAMA_SERVER, Path("/d"), 4))
-    with pytest.raises(AdaptiveError, match="by hand"):
-        options(UNKNOWN, Path("/d"), 4)
-
-
-def test_an_option_that_only_begins_the_same_stays() -> None:
-    start = "llama-server --spec-draft-model-path x --spec-draft-n-max=3"
-    told = edited(start, LLAMA_SERVER, {"--spec-draft-n-max": "7", "--spec-draft-model": "y"})
-    assert told == "llama-server --spec-draft-model y --spec-draft-model-path x --spec-draft-n-max=7"
-
-
-@pytest.mark.parametrize(
-    ("kind", "start", "kept"),
-    [
-        (LLAMA_SERVER, "llama-server -md old.gguf --draft-max 16 -ngld 9", " -ngld 9"),
-        (LLAMA_SERVER, "llama-server --spec_draft_model \\\n  old.gguf -m t; echo", " -m t; echo"),
-        (LLAMA_SERVER, """llama-server -hfd 'old/draft:q8' --model-draft 'old'\\ "\\"old\\"".gguf -m t""", " -m t"),
-        (LLAMA_SERVER, "# llama-server --spec-draft-model a\nllama-server", "# llama-server --spec-draft-model a\n"),
-        (LLAMA_SERVER, "llama-server -m t # -md it's b", " # -md it's b"),
-        (LLAMA_SERVER, "curl -md x http://y\nllama-server -m t", "curl -md x http://y\n"),
-        (VLLM, """vllm serve m -sc '{\n "model": "old"\n}' --port 1""", " --port 1"),
-        (VLLM, 'vllm serve m --speculative-config {\\"model\\":\\"old\\"} --port 1', " --port 1"),
-        (VLLM, 'vllm serve m --speculative_config="{\\"model\\": \\"old one\\"}" --port 1', " --port 1"),
-        (VLLM, "vllm serve m --spec-model old --spec-tokens=3 --port 1", " --port 1"),
-        (SGLANG, "sglang serve --speculative-algo EAGLE3 --speculative-draft-model old --port 1", " --port 1"),
-    ],
-)
-def test_no_old_draft_is_left_under_any_name(kind: Kind, start: str, kept: str) -> None:
-    wanted = options(kind, Path("/new"), 3)
-    told = edited(start, kind, wanted)
-    assert "old" not in told
-    words = shlex.split(told.replace("\\\n", " "), comments=True)
-    for name, value in wanted.items():
-        values = [words[i + 1] for i, word in enumerate(words) if word == name]
-        values += [word.removeprefix(f"{name}=") for word in words if word.startswith(f"{name}=")]
-        assert set(values) == {value}
-    assert kept in told
-    assert edited(told, kind, wanted) == told
-
-
-@pytest.mark.parametrize(
-    ("kind", "start", "said"),
-    [
-        (LLAMA_SERVER, 'MORE="--spec-draft-model old.gguf"\nllama-server $MORE', "--spec-draft-model"),
-        (LLAMA_SERVER, 'command: "llama-server -md old.gguf"\nname: "a b"', "-md"),
-        (LLAMA_SERVER, "- llama-server\n- --spec-draft-model\n- old.gguf", "--spec-draft-model"),
-        (LLAMA_SERVER, '["llama-server", "--model-draft", "old.gguf"]', "--model-draft"),
-        (VLLM, "vllm serve m -sc.model old -sc.num_speculative_tokens 3", "-sc"),
-        (VLLM, "vllm serve m --speculative-config $(cat config.json)", "--speculative-config"),
-    ],
-)
-def test_an_option_that_is_not_understood_is_said(kind: Kind, start: str, said: str) -> None:
-    with pytest.raises(AdaptiveError, match=rf"^{said} is in .* by hand$"):
-        edited(start, kind, options(kind, Path("/new"), 3))
 
 
 def answers(round_s: float, token_s: float, lengths: list[float]) -> list[Answered]:
@@ -367,18 +280,6 @@ def test_answers_longer_than_a_pass_are_cut(own_home: Path, state: PairState) ->
     (replays,) = AdaptedDraft(load_settings({"device": "cpu"}), AdapterStore(state.adapters)).replays([example])
     assert replays[0].acceptance.shape[1] == 1023
     assert not replays[0].limited
-
-
-def test_a_start_file_with_windows_ends_of_lines_gets_them_back(tmp_path: Path) -> None:
-    file, before = tmp_path / "start.bat", b"rem start\r\nllama-server -m t.gguf\r\n"
-    file.write_bytes(before)
-    start = StartFile.read(file)
-    start.write(edited(start.before, LLAMA_SERVER, options(LLAMA_SERVER, Path("d.gguf"), 3)))
-    assert start.edited
-    assert b"--spec-draft-n-max 3 -m t.gguf\r\n" in file.read_bytes()
-    start.write(start.before)
-    assert not start.edited
-    assert file.read_bytes() == before
 
 
 def test_a_server_that_does_not_come_back_gets_its_old_draft(adaptive: Any, state: PairState, box: Any) -> None:

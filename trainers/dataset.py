@@ -85,6 +85,10 @@ class Spooled:
         return self.spool.read(self.number, self.tokens)
 
 
+class TooLittleError(AdaptiveError):
+    """There is too little to learn from, or to judge or compare by. More answers, or another draft, change that."""
+
+
 @dataclass(frozen=True)
 class Example:
     """One generation in the form that training uses.
@@ -253,12 +257,12 @@ def read_log(log: Path, size: int, until: int | None = None, damaged: set[int] |
     """The newest ``size`` generations of the log (the supervision buffer of a run), oldest first.
 
     Left out are generations after id ``until``, those with fewer than two output tokens before a loop, and damaged
-    ones, whose ids are added to ``damaged``. Raises AdaptiveError where there is no log.
+    ones, whose ids are added to ``damaged``. Raises TooLittleError where there is no log.
     """
     from adaptive.records.log import Log
 
     if not log.exists():
-        raise AdaptiveError(
+        raise TooLittleError(
             f"there is no log at {log}: nothing has been recorded for this pair yet; use `adaptive chat` or "
             "`adaptive generate` first, or train from a file with --data"
         )

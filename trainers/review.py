@@ -23,7 +23,7 @@ from adaptive.errors import AdaptiveError
 from adaptive.printable import counted
 from checkpoints.manifest import BaseDraft, HeldOut
 from checkpoints.store import AdapterStore
-from trainers.dataset import Example, examples, held, read_log
+from trainers.dataset import Example, TooLittleError, examples, held, read_log
 from trainers.gate import MIN_GENERATIONS, held_out, judge
 from trainers.recipe import Recipe
 from trainers.replay import Replay
@@ -68,8 +68,8 @@ def review(
 ) -> Review:
     """Compare the draft in use with the plain draft and with the adapter ``doubted`` on the newest answers.
 
-    ``draft`` as for ``distill``. A head that is grown here has no plain draft. Raises AdaptiveError if there is nothing
-    to compare or too little to compare on, and Stopped between passes when ``should_stop`` returns True.
+    ``draft`` as for ``distill``. A head that is grown here has no plain draft. Raises TooLittleError if there is no
+    other draft or too little to compare on, and Stopped between passes when ``should_stop`` returns True.
     """
     students = students_of(draft)
     in_use, _ = store.usable(base)
@@ -80,7 +80,7 @@ def review(
             others.append(doubted)
     others = [one for one in others if one != current]
     if not others:
-        raise AdaptiveError("there is no other draft to compare the one in use with")
+        raise TooLittleError("there is no other draft to compare the one in use with")
     said = _unlearned(log, store, students, [one for one in (current, *others) if one is not None], spool)
     before = _replayed(students, store, current, said, should_stop)
     best, reason, gain = current, "", 0.0
@@ -107,7 +107,7 @@ def _unlearned(
     known = examples(rows, students.longest_output, spool if students.reads_features else None)
     said = held(newest_of_each(distinct(e for e in known if e.replayable and e.id > learned))[-MANY:])
     if len(said) < MIN_GENERATIONS:
-        raise AdaptiveError(
+        raise TooLittleError(
             f"too little was said since the last training to compare drafts on: {counted(len(said), 'answer')}"
         )
     return said

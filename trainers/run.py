@@ -12,8 +12,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -52,10 +51,6 @@ VALIDATION_SLACK = 0.03
 # Seconds for which a judged candidate stays, however many runs follow: a person asked for it (``--no-promote``). Too
 # low: it is gone before it was looked at. Too high: a command that makes one every night fills the disk.
 ASKED_FOR_S = 30 * 86400.0
-
-
-class TooLittleError(AdaptiveError):
-    """There are too few records to learn from or to judge by. More records will change that."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +132,7 @@ def distill(
             "a head learns from the target's hidden states, which a file of chat messages does not hold; let the "
             "target answer prompts with --prompts, or learn from the log"
         )
-    with from_records():
-        sets, resumed = gather(log, extra, in_use, recipe, base, students.longest_output, kept, spool)
+    sets, resumed = gather(log, extra, in_use, recipe, base, students.longest_output, kept, spool)
     # Without an adapter in use, "parent" equals "zero", so rivals with the other start are left out.
     recipes = [recipe, *(r for r in rivals if in_use is not None or r.start == recipe.start)]
     try:
@@ -185,18 +179,6 @@ def adapter_in_use(store: AdapterStore, base: BaseDraft) -> tuple[Manifest | Non
     if (problem := store.unreadable(in_use)) is not None:
         raise problem
     return in_use, notes
-
-
-@contextmanager
-def from_records() -> Iterator[None]:
-    """Around what reads records: an AdaptiveError without a cause, such as a file that cannot be read, says that there
-    are too few, and is raised as TooLittleError."""
-    try:
-        yield
-    except AdaptiveError as error:
-        if error.__cause__ is not None:
-            raise
-        raise TooLittleError(str(error)) from None
 
 
 def _notes(resumed: bool, damaged: int, unkept: str | None) -> list[str]:

@@ -10,12 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adaptive.errors import AdaptiveError
 from adaptive.printable import counted
 from adaptive.records.log import Log
 from checkpoints.manifest import BaseDraft, Manifest
 from trainers import processes
-from trainers.dataset import VALIDATION_SHARE, Example, examples, from_rows, gate_share, held, join, read_log, split
+from trainers.dataset import (
+    VALIDATION_SHARE,
+    Example,
+    TooLittleError,
+    examples,
+    from_rows,
+    gate_share,
+    held,
+    join,
+    read_log,
+    split,
+)
 from trainers.gate import MIN_GENERATIONS, MIN_POSITIONS
 from trainers.recipe import Recipe
 from trainers.resume import TrainingState
@@ -77,7 +87,7 @@ def gather(
     """The records of this run, and whether it continues an interrupted run. With a ``spool``, only records with
     features in it.
 
-    Raises AdaptiveError if there are too few records.
+    Raises TooLittleError.
     """
     made_of = (recipe.to_json(), base.weights, in_use.id if in_use else None)
     begun_with = kept.last_id() if kept else None
@@ -183,7 +193,7 @@ def _recent_and_older(
 
 
 def _check_enough(sets: Sets, first: bool, where: str) -> None:
-    """Raise AdaptiveError if a set is too small; the message states what is present, needed and missing."""
+    """Raise TooLittleError if a set is too small; the message states what is present, needed and missing."""
     train, validation, gate = len(sets.train), len(sets.validation), len(sets.recent)
     prompts, positions = _prompts(sets.recent), _positions(sets.recent)
     of_each = max(1.0, (train + validation + gate) / max(1, _prompts(sets.train + sets.validation + sets.recent)))
@@ -196,7 +206,7 @@ def _check_enough(sets: Sets, first: bool, where: str) -> None:
     )
     more = max(math.ceil(missing / share) for missing, share in needs)
     if more > 0:
-        raise AdaptiveError(
+        raise TooLittleError(
             f"too little to distil from: {where} has {train + validation + gate} usable generations: {train} to train "
             f"on, {validation} to choose weights by and {gate} for the gate, of {counted(prompts, 'prompt')} and with "
             f"{counted(positions, 'position')} ({MIN_TRAIN}, {MIN_VALIDATION} and {MIN_GENERATIONS} are needed, these "

@@ -142,8 +142,8 @@ def step_behind(niceness: int) -> None:
 
 def train(order: Order, brake: Brake, report: IO[str]) -> Report:
     """Carry out one order. Intermediate reports are written to ``report``; the last one is returned."""
+    from trainers.dataset import TooLittleError
     from trainers.lock import AnotherTrainerError, only_trainer
-    from trainers.run import TooLittleError
 
     adopt(order.models)
     settings = Settings(**order.settings)
@@ -227,7 +227,7 @@ def _review(settings: Settings, state: PairState, brake: Brake, doubted: str | N
     from checkpoints.store import AdapterStore
     from trainers.replay import Stopped
     from trainers.review import review
-    from trainers.run import adapter_in_use, from_records
+    from trainers.run import adapter_in_use
 
     store = AdapterStore(state.adapters, around_changes=brake.steady)
     base, spool = _base(settings, state), spool_of(state, settings.feature_gb)
@@ -235,8 +235,7 @@ def _review(settings: Settings, state: PairState, brake: Brake, doubted: str | N
     adapter_in_use(store, base)
     current = store.current_id()
     try:
-        with from_records():
-            found = review(state.records, store, base, draft, doubted, brake.should_stop, spool)
+        found = review(state.records, store, base, draft, doubted, brake.should_stop, spool)
     except Stopped:
         return _ended(brake, None)
     return Report("done", found.message, share=1.0, adapter=found.best, better=found.best != current)
