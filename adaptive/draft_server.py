@@ -234,7 +234,7 @@ class Promoted:
     def __init__(self, drafts: Drafts, store: AdapterStore) -> None:
         self._drafts, self._store = drafts, store
         self._next, self._seen = float("-inf"), object()
-        self._unread: set[str] = set()  # reported reasons why nothing could be read
+        self._unread: set[str] = set()  # reported reasons why something could not be read
 
     def __call__(self) -> None:
         """Check for another promoted adapter, at most every LOOK_S seconds, and use it."""
@@ -256,8 +256,11 @@ class Promoted:
         if current == self._seen:
             return
         manifest, problems = self._store.usable(None)
+        unreadable = bool(problems) and self._store.unreadable(manifest) is not None  # it is looked at again later
         for problem in problems:
-            logger.warning("adapter: %s", problem)
+            if not unreadable or problem not in self._unread:
+                logger.warning("adapter: %s", problem)
+            self._unread.add(problem)
         name = manifest.id if manifest is not None else None
         if name != self._drafts.adapter:
             folder = None if name is None else self._store.path(name)
@@ -268,7 +271,10 @@ class Promoted:
                 if isinstance(error.__cause__, OSError):  # the store has just read it all, so this passes
                     raise
                 logger.warning("adapter: %s; adapter %s is used", error, self._drafts.adapter or "none")
-        self._seen = current
+        if unreadable:
+            self._next = time.monotonic() + AGAIN_S
+        else:
+            self._seen = current
 
 
 def serve(settings: Settings, adapter: Path | None, ahead: bool) -> None:

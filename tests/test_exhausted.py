@@ -23,7 +23,7 @@ from conftest import BUNDLED
 from rich.console import Console
 from safetensors.numpy import save_file
 from service_server import Server
-from shortages import short_of_files, short_of_memory
+from shortages import replaced_by_a_folder, short_of_files, short_of_memory
 from test_service_learning import ask, publish_random_adapter, until
 
 from adaptive import draft_server, swapper
@@ -261,6 +261,15 @@ def test_a_draft_server_without_file_descriptors_keeps_its_adapter(
     assert drafts.adapter == names[1]
     look()
     assert drafts.adapter == names[0]
+    store.promote(names[1], "by hand")
+    caplog.clear()
+    with replaced_by_a_folder(store.path(names[1]) / "adapter_model.safetensors"):  # its disk is away for a while
+        for _ in range(3):
+            look()
+        assert drafts.adapter == names[0]
+    assert caplog.text.count("cannot be read (Is a directory)") == 1
+    look()
+    assert drafts.adapter == names[1]
 
 
 def told(server: Server) -> int:

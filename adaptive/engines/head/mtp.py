@@ -26,7 +26,7 @@ from torch import nn
 
 from adaptive.engines.head.foreign import ForeignHead
 from adaptive.engines.head.kinds import HeadKind, mtp_weights
-from adaptive.engines.head.parts import Parts, decoder_of, opened
+from adaptive.engines.head.parts import Parts, decoder_of, opened, put_parts
 from adaptive.engines.hf.cache import ATTENTION, layer_kinds
 from adaptive.engines.hf.features import final_norm
 from adaptive.engines.hf.quantised import multiplied
@@ -119,14 +119,8 @@ def target_of_parts(parts: Parts) -> PreTrainedModel:
 
     with torch.device("meta"):
         target: Any = AutoModelForCausalLM.from_config(parts.config, dtype=torch.float32)
+    put_parts(parts, target, torch.float32)
     decoder = decoder_of(target)
-    for module, tensors in (
-        (target.get_input_embeddings(), parts.embedding),
-        (decoder.norm, parts.norm),
-        (target.get_output_embeddings(), parts.projection),
-    ):
-        for name, tensor in tensors.items():
-            setattr(module, name, nn.Parameter(tensor.float(), requires_grad=False))
     decoder.rotary_emb = type(decoder.rotary_emb)(decoder.config)  # its tables are computed, not read
     made: PreTrainedModel = target.eval()
     return made
