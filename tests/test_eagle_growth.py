@@ -236,7 +236,7 @@ def test_it_begins_with_the_mlp_of_a_layer_only_behind_the_norm_that_is_there(ki
         assert not down.any()
         return
     torch.testing.assert_close(norm, 1 + last.post_attention_layernorm.weight.detach(), rtol=0, atol=1e-3)
-    scale = float(down.norm() / last.mlp.down_proj.weight.norm())
+    scale = float(down.norm() / last.mlp.down_proj.weight.detach().norm())
     torch.testing.assert_close(down, scale * last.mlp.down_proj.weight.detach())
 
 
