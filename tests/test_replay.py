@@ -317,6 +317,29 @@ def test_a_long_answer_is_judged_in_blocks_with_the_same_result(
     assert 0.1 < float(found.mean()) < 0.9
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.8, top_k=30, top_p=0.9, min_p=0.01),
+        SamplingParams(temperature=0.8, frequency_penalty=0.3, logit_bias={4: 2.0}),
+    ],
+)
+def test_a_draft_of_few_tokens_is_judged_by_its_own_logits_as_by_all(params: SamplingParams) -> None:
+    rng, vocab = np.random.default_rng(0), 101
+    output = rng.integers(0, vocab, 200).tolist()
+    example = sampled_example([1, 2, 3], output, rng.normal(-2, 1, 200).tolist(), params)
+    ids = torch.arange(0, 90, 2)
+    logits = torch.randn(200, len(ids), generator=torch.Generator().manual_seed(0)) * 3
+    whole = torch.full((200, vocab), -torch.inf).index_copy(1, ids, logits)
+    found = position_acceptance(logits, example, ids)
+    torch.testing.assert_close(found, position_acceptance(whole, example))
+    lacking = torch.tensor([token % 2 == 1 or token >= 90 for token in output])
+    assert lacking.any()
+    assert not found[lacking].any()
+    assert found.any()
+
+
 def test_a_replay_keeps_the_fold_of_its_prompt() -> None:
     target = llama(0)
     example = replace(greedy_example(target, [1, 2], 5), fold=0.25)

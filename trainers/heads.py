@@ -76,9 +76,9 @@ def _logits(head: HeadModule) -> int:
 
 
 def step_logits(head: HeadModule, batch: HeadBatch, steps: int) -> Iterator[torch.Tensor]:
-    """Logits (N, vocab) of each step, at every output position of each example of ``batch`` in order."""
+    """The head's own logits (N, m) of each step, at every output position of each example of ``batch`` in order."""
     for hidden in unrolled(head, batch.ids, batch.features, batch.rows, steps):
-        yield head.logits(hidden[batch.picks])
+        yield head.own_logits(hidden[batch.picks])
 
 
 def head_losses(head: HeadModule, examples: Sequence[Example], name: LossName, steps: int) -> torch.Tensor:
@@ -109,7 +109,7 @@ def replay_head(
     """
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].prompt) + len(examples[i].output))
     found: list[Replay] = []
-    for group in passes([examples[i] for i in order], longest_text(head), head.vocab_size):
+    for group in passes([examples[i] for i in order], longest_text(head), _logits(head)):
         if should_stop is not None and should_stop():
             raise Stopped
         by_step: list[list[np.ndarray]] = [[] for _ in group]
@@ -117,7 +117,7 @@ def replay_head(
         for logits in step_logits(head, batch, steps):
             each = logits.float().split([len(e.output) for e in group])
             for place, (example, one) in enumerate(zip(group, each, strict=True)):
-                by_step[place].append(position_acceptance(one, example)[1:].cpu().numpy())
+                by_step[place].append(position_acceptance(one, example, head.ids)[1:].cpu().numpy())
         for example, rows in zip(group, by_step, strict=True):
             found.append(Replay.of(example, np.stack(rows)))
     back = np.argsort(order)

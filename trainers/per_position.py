@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from adaptive.engines.head.vocabulary import columns_of
 from trainers import losses
 from trainers.batches import token_count
 from trainers.dataset import Example
@@ -31,8 +32,7 @@ def position_losses(
     """
     device, width = logits.device, logits.shape[-1]
     vocab = max(vocab, width, token_count(examples))
-    columns, own = torch.full((vocab,), width, device=device), torch.arange(width, device=device)
-    columns[own if ids is None else ids] = own
+    columns = columns_of(torch.arange(width, device=device) if ids is None else ids, vocab)
     soft = [e.supervision is not None and name != "cross-entropy" for e in examples]
     rows = torch.tensor([one for e, one in zip(examples, soft, strict=True) for _ in e.output], device=device)
     found = logits.new_empty(len(logits), dtype=torch.float32)

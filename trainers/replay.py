@@ -35,9 +35,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from adaptive.engines.head.vocabulary import columns_of, spread
 from adaptive.engines.protocol import Engine
 from adaptive.sampling import LogitsProcessor, transform_logits
-from trainers.batches import collate, longest_text, over_all_tokens, passes, supervised_logits
+from trainers.batches import collate, longest_text, over_all_tokens, passes, supervised_logits, token_count
 from trainers.dataset import Example
 
 # Rows of an answer whose acceptance is computed at a time. Penalties and cuts need a dozen copies of the logits, some
@@ -164,15 +165,30 @@ def replay_on(engine: Engine, examples: Sequence[Example]) -> list[Replay]:
     return found
 
 
-def position_acceptance(logits: torch.Tensor, example: Example) -> torch.Tensor:
-    """Acceptance (n,) at every output position, from the draft's raw float32 logits (n, vocab)."""
-    blocks, sampling = _blocks(over_all_tokens(logits, [example]), example), example.sampling
+def position_acceptance(logits: torch.Tensor, example: Example, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Acceptance (n,) at every output position, from the draft's raw float32 logits (n, m). ``ids`` (m,): the tokens of
+    these logits, if they are not the first m."""
+    sampling = example.sampling
+    if ids is not None and (sampling.penalised or sampling.logit_bias):  # which go by the tokens' ids
+        logits, ids = spread(logits, ids, max(token_count([example]), int(ids.max()) + 1)), None
+    blocks = _blocks(over_all_tokens(logits, [example]), example) if ids is None else _own_blocks(logits, ids, example)
     if sampling.greedy:
         return torch.cat([(rows.argmax(-1) == output).float() for rows, output in blocks])
     assert example.supervision is not None, "a sampled record without supervision cannot be replayed"
     log_q = [transform_logits(rows, sampling).log_softmax(-1).gather(-1, output[:, None]) for rows, output in blocks]
     log_p = torch.from_numpy(example.supervision.chosen).float().to(logits.device)
     return (torch.cat(log_q)[:, 0] - log_p).clamp(max=0).exp()
+
+
+def _own_blocks(
+    logits: torch.Tensor, ids: torch.Tensor, example: Example
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of up to ROWS rows at a time, logits (rows, m + 1), the last one -inf, and the columns of the output tokens
+    (rows,): the last one for a token that is not among ``ids`` (m,)."""
+    output = torch.from_numpy(example.output).long().to(logits.device)
+    columns = columns_of(ids, max(int(output.max()), int(ids.max())) + 1)[output]
+    for rows, places in zip(logits.split(ROWS), columns.split(ROWS), strict=True):
+        yield torch.nn.functional.pad(rows, (0, 1), value=-torch.inf), places
 
 
 def _blocks(logits: torch.Tensor, example: Example) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -18,6 +18,13 @@ def spread(few: torch.Tensor, ids: torch.Tensor, vocab: int) -> torch.Tensor:
     return logits.index_copy_(-1, ids, few)
 
 
+def columns_of(ids: torch.Tensor, vocab: int) -> torch.Tensor:
+    """For each of ``vocab`` tokens its place among ``ids`` (N,), N for one that is not there: (vocab,) int64."""
+    found = torch.full((vocab,), len(ids), device=ids.device)
+    found[ids] = torch.arange(len(ids), device=ids.device)
+    return found
+
+
 def check_ids(ids: torch.Tensor, vocab: int) -> None:
     """Raise AdaptiveError unless ``ids`` are a draft vocabulary of a target with ``vocab`` tokens: (N,) int64, strictly
     increasing, at least one."""
