@@ -8,7 +8,8 @@ Out: after each number of generations, on held-out prompts: acceptance by step o
 
 The head continues from one number of generations to the next, as training runs do; the draft's adapter starts afresh,
 as its training runs do. Both keep the weights that are best on a tenth of the generations. ``--exact`` trains on the
-original hidden states instead of those of the spool, which have 8 bits.
+original hidden states instead of those of the spool, which have 8 bits. With ``--keep`` and ``--json`` the same command
+goes on where an earlier one ended: what stands in the file is not trained again.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from adaptation import as_examples, recipe_of
+from safetensors.torch import load_file
 from streams import answers_of, folder_of, stream
 
 from adaptive.engines.head.module import Head
@@ -163,6 +165,8 @@ def main() -> None:
         other, _, count = args.then.partition(":")
         later, later_held, _ = examples_of(other, int(count))
         numbers.append(len(said) + len(later))
+    lines = args.json.read_text().splitlines() if args.keep and args.json and args.json.is_file() else []
+    done = set(map(_key, map(json.loads, lines)))
     runs = [("head", text) for text in args.head or [""]] + [("draft", text) for text in args.draft or [""]]
     for who, text in runs:
         if text == "none":
@@ -177,11 +181,17 @@ def main() -> None:
             else:
                 student = Draft(lora.attach(load_draft_for_training(settings), recipe))
             keep = args.keep / f"{who}-{args.kind}-{number}" if args.keep else None
+            line: dict[str, Any] = {"who": who, "recipe": text, "kind": args.kind, "seed": args.seed}
+            line |= {"generations": number, "then": args.then if number > len(said) else None}
+            if _key(line) in done and (head is None or (keep and keep.is_dir())):
+                if head is not None:  # which goes on from there
+                    student.restore(load_file(keep / "model.safetensors"))
+                continue
             now = said[:number]
             if number > len(said):  # both kinds, also in the tenth by which the weights are chosen
                 now = random.Random(args.seed).sample(said + later, number)
             figures = grown(student, now, held, recipe, keep)
-            line = {"who": who, "recipe": text, "kind": args.kind, "generations": number, "seed": args.seed} | figures
+            line |= figures
             steps = " ".join(f"{a:.3f}" for a in figures["by_step"])
             print(
                 f"{who} [{text}] {args.kind} after {number}: {figures['tokens_a_round']:.2f} tokens a round, "
@@ -191,7 +201,7 @@ def main() -> None:
             )
             if number > len(said):
                 other_replays = student.replay(later_held)
-                line |= {"then": args.then, "other_acceptance": acceptance_rate(other_replays)}
+                line |= {"other_acceptance": acceptance_rate(other_replays)}
                 print(
                     f"  on {args.then}: acceptance {acceptance_rate(other_replays):.3f}, "
                     f"{mean_acceptance_length(other_replays, LENGTH):.2f} tokens a round",
@@ -200,6 +210,11 @@ def main() -> None:
             if args.json:
                 with args.json.open("a") as file:
                     file.write(json.dumps(line) + "\n")
+
+
+def _key(line: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells apart the lines of results."""
+    return tuple(line.get(name) for name in ("who", "recipe", "kind", "seed", "generations", "then"))
 
 
 def _repeated(generations: Sequence[Any]) -> float:
