@@ -7,6 +7,7 @@ while it lives. ``sweep`` removes those whose lock is free. Process ids would no
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
@@ -21,17 +22,20 @@ if TYPE_CHECKING:
 HASH_CHUNK = 1 << 20
 
 UNFINISHED = ".tmp-"
+# Names tried for an unfinished file. Its lock is only taken if ``sweep`` looks at it in that moment, or always, in a
+# folder of the kernel's own.
+TRIES = 100
 _mine: dict[Path, FileLock] = {}
 
 
 def unfinished(root: Path) -> Path:
     """A fresh path in ``root`` for an unfinished file or folder; pass it to ``finished`` in the end.
 
-    Raises OSError if ``root`` cannot be written.
+    Raises OSError if ``root`` cannot be written, or if no file there can be locked.
     """
     from filelock import Timeout
 
-    while True:
+    for _ in range(TRIES):
         path = root / f"{UNFINISHED}{secrets.token_hex(8)}"
         lock = _lock_of(path)
         with contextlib.suppress(Timeout):
@@ -40,6 +44,7 @@ def unfinished(root: Path) -> Path:
                 _mine[path] = lock
                 return path
             lock.release()  # removed by ``sweep`` between its creation and its locking
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
 def finished(path: Path) -> None:

@@ -17,6 +17,7 @@ from adaptive.records.writer import LogWriter
 from adaptive.service.server import only_server
 from adaptive.settings import load_settings
 from adaptive.state import PairState, open_state
+from checkpoints import files
 
 # Saves the state of a training run, and is killed when the tensors are in the unfinished file.
 SAVES = """
@@ -94,3 +95,9 @@ def test_a_purge_takes_what_was_set_aside_and_the_training_state(tmp_path: Path,
     assert (status, "training.safetensors" in out) == (0, True)
     assert Log(state.records).count() == 0
     assert {file.name for file in state.root.iterdir()} <= {"records.db", "records.db-wal", "records.db-shm"}
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no folder of the kernel's own")
+def test_where_no_file_can_be_locked_that_is_said_and_not_tried_for_ever() -> None:
+    with pytest.raises(OSError, match="No locks available"):
+        files.unfinished(Path("/proc"))
