@@ -72,6 +72,17 @@ def log(target: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> P
     return file
 
 
+def with_uneven_norms(kind: str, seed: int) -> Any:
+    """A random model of this type whose norms have factors of their own."""
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.add_(torch.linspace(-0.2, 0.4, len(parameter)))
+    return model
+
+
 def sets_of(log: Path, recipe: Recipe = SHORT) -> Sets:
     return gather(log, None, None, recipe, BaseDraft("none", "none"), 64, None)[0]
 
@@ -222,12 +233,7 @@ def test_a_target_on_which_none_can_grow_is_refused_before_its_states_are_comput
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "olmo2"])
 def test_it_begins_with_the_mlp_of_a_layer_only_behind_the_norm_that_is_there(kind: str, log: Path) -> None:
     """Qwen 3.5 stores a norm's factors less one; OLMo 2 gives the name of Llama's norm to one behind the attention."""
-    torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES), dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.add_(torch.linspace(-0.2, 0.4, len(parameter)))
+    model = with_uneven_norms(kind, seed=5)
     taps, last = taps_of(4), model.get_decoder().layers[-1]
     said = with_states(examples(read_log(log, 20), 64), States(model, (*taps, 4)), 64, ENOUGH)
     start = start_of(model, said, taps).tensors
@@ -249,12 +255,7 @@ def test_other_weights_in_its_folder_are_not_taken_for_its_own(tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["gemma3_text", "qwen3"])
 def test_other_families_grow_one_too(kind: str, tmp_path: Path) -> None:
     """Gemma's norms store their factors less one and its MLP is another; Qwen 3's heads are wider than its model."""
-    torch.manual_seed(4)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES), dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.add_(torch.linspace(-0.2, 0.4, len(parameter)))
+    model = with_uneven_norms(kind, seed=4)
     with LogWriter(tmp_path / "records.db") as writer:
         for one in speak(model, 60, SamplingParams(temperature=0.7)):
             writer.write(one)

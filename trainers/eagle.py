@@ -308,7 +308,6 @@ def grow(
     count, layers, width = int(config.vocab_size), int(config.num_hidden_layers), int(config.hidden_size)
     taps = taps_of(layers)
     _effective(decoder_of(target).norm, width)  # raised here, before the states of all texts are computed
-    parts_of_model(target)
     states = States(target, (*taps, layers))
     texts = Texts(sum(map(len, (sets.train, sets.validation, sets.gate))), on_progress)
     validation, gate, train = (

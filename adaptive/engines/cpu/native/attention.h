@@ -64,7 +64,10 @@ inline void rotate(const float* x, const float* cos_sin, int size, float factor,
 // Multiplies all rows by WIDTH vectors of outputs; parameters as in `multiply`.
 template <int WIDTH, class Number>
 void multiply_all(int rows, const Number* w, int step, const float* x, int stride, int inputs, bool first, float* sums, int apart) {
-  int row = tile_of<TILE>(rows, [&](auto n) { multiply<n, WIDTH, SOON>(w, step, x, stride, inputs, first, sums, apart); });
+  int row = tile_of<TILE>(rows, [&](auto n) {
+    constexpr Fetch FETCH = n >= MANY ? FAR_AHEAD : SOON;
+    multiply<n, WIDTH, FETCH>(w, step, x, stride, inputs, first, sums, apart);
+  });
   while (row < rows)
     row += tile_of<TILE>(rows - row, [&](auto n) {
       multiply<n, WIDTH, NOTHING>(w, step, x + size_t(row) * stride, stride, inputs, first, sums + size_t(row) * apart, apart);
