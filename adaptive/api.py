@@ -166,7 +166,10 @@ class Assistant:
                 worker.stdin.write(f"{order.line()}{IDLE}\n")
                 worker.stdin.flush()
                 for line in worker.stdout:
-                    report = Report.of(line)
+                    try:
+                        report = Report.of(line)
+                    except (ValueError, TypeError):  # written by code that came with a checkpoint
+                        continue
                     on_progress(report)
             finally:
                 worker.stdin.close()  # ends the worker if this is interrupted

@@ -288,7 +288,7 @@ class Assistant:
         if question.grammar is not None:
             constraint = self.grammars.constraint(question.grammar)
             sampling = replace(sampling, constrained=True)
-        record = question.record and self.log is not None
+        record = question.record and self.log is not None and not question.forgotten.is_set()
         conversation = self.conversations.take(prompt, question.messages, question.client, question.session)
         session = question.session or (
             conversation.name if question.client or self.conversations.limit else self.session
@@ -329,9 +329,9 @@ class Assistant:
             self.log.write(answering.generation(self.pair.target.name), self._features(answering))
 
     def _features(self, answering: Answering) -> Features | None:
-        """The hidden states to be kept beside a record; None if the draft reads none, or if there is no memory for a
-        copy of them: the record is worth more than they are."""
-        if not isinstance(self.pair.draft, ReadsFeatures):
+        """The hidden states to be kept beside a record; None if the draft reads none, if the caches were dropped, or if
+        there is no memory for a copy of them: the record is worth more than they are."""
+        if not isinstance(self.pair.draft, ReadsFeatures) or not answering.conversation.target.sequence.length:
             return None
         try:
             return answering.features()
@@ -363,9 +363,7 @@ class Assistant:
         conversation.target.keep_prefix_of(request.prompt)
         drafter: Drafter | None = None
         if self.pair.remote is not None:
-            there = RemoteDrafter(
-                self.pair.remote, conversation, target.vocab_size, sampling, processor, self.policy.tree
-            )
+            there = RemoteDrafter(self.pair.remote, conversation, target.vocab_size, sampling, self.policy.tree)
             there.begin(request.prompt)
             drafter = there
         elif conversation.draft is not None and self.pair.draft is not None:

@@ -10,13 +10,14 @@ import functools
 import uuid
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 from adaptive.engines.protocol import Engine, Memory, draft_sequence, sequences
 from adaptive.engines.protocol import Sequence as EngineSequence
 from adaptive.errors import AdaptiveError
-from adaptive.kept import LEAST, Kept, KeptCaches
+from adaptive.kept import LEAST, Kept, KeptCaches, Tensors
 from adaptive.types import Message
 
 # Tokens that another conversation's cache must hold in addition for a copy. Fewer tokens are computed as quickly as
@@ -125,13 +126,19 @@ class Conversation:
             if cache is not None:
                 cache.keep_prefix_of(prompt)
 
+    @property
+    def unwritten(self) -> bool:
+        """Whether the target's cache should be on disk, and is not."""
+        held = self.target.sequence.length
+        return held >= LEAST and self._written != held and not self.private and not self.under_way
+
     def keep(self, kept: KeptCaches, wanted: Callable[[], bool]) -> bool:
-        """Write the target's cache to disk, unless it is there, or ``wanted`` returns True meanwhile. Returns whether
-        it had to be written."""
-        tokens, held = self.target.tokens, self.target.sequence.length
-        if self.private or self.under_way or not held or self._written == held:
+        """Write the target's cache to disk, if it is ``unwritten``, unless ``wanted`` returns True meanwhile. Returns
+        whether it had to be written."""
+        if not self.unwritten:
             return False
-        writing = kept.keep(self.target.sequence, tokens, self._file)
+        held = self.target.sequence.length
+        writing = kept.keep(self.target.sequence, self.target.tokens, self._file)
         try:
             while not wanted():
                 next(writing)
@@ -200,7 +207,7 @@ class Conversations:
                 self._kept = [Conversation(self._target, self._draft, None, Opening.of("", (), ()))]
             return self._kept[0]
         opening = Opening.of(client, messages, prompt)
-        found = self._find(opening, name)
+        found = self._find(opening, name, prompt)
         if found is None or found.under_way:  # a second request at the same time gets caches of its own
             session, found = found, Conversation(self._target, self._draft, name, opening)
             found.name = found.name if session is None else session.name
@@ -224,6 +231,12 @@ class Conversations:
             found.take_over(source, prompt)
         return found
 
+    def fetch(self, prompt: Sequence[int]) -> Future[Tensors] | None:
+        """Begin to read the file that ``take`` would read for this prompt, on another thread; None if there is none."""
+        held = max((conversation.target.common(prompt) for conversation in self._kept), default=0)
+        file = None if self._files is None else self._files.best(prompt, held)
+        return None if file is None or self._files is None else self._files.fetch(file)
+
     def forget(self) -> None:
         """Free all caches, on disk too, and forget all conversations."""
         for conversation in self._kept:
@@ -244,6 +257,11 @@ class Conversations:
             self._files.forget()
         found = (conversation.keep(self._files, wanted) for conversation in reversed(self._kept))
         return any(list(found) if every else found)
+
+    @property
+    def unwritten(self) -> int:
+        """The number of conversations whose cache should be on disk, and is not."""
+        return 0 if self._files is None else sum(conversation.unwritten for conversation in self._kept)
 
     def has_room(self, tokens: int, under_way: Iterable[Conversation]) -> bool:
         """Whether an answer of ``tokens`` tokens, including its prompt, may begin: its caches and those of the answers
@@ -266,13 +284,17 @@ class Conversations:
         for conversation in self._kept:
             conversation.forget_draft()
 
-    def _find(self, opening: Opening, name: str | None) -> Conversation | None:
-        """The conversation of that name, or without a name the one with the longest opening that the request
-        repeats."""
+    def _find(self, opening: Opening, name: str | None, prompt: Sequence[int]) -> Conversation | None:
+        """The conversation of that name, or without a name the one with the longest opening that the request repeats.
+        Of several with this name, which began as requests at the same time, a free one that holds most of the
+        prompt."""
         if name is not None:
-            return next((c for c in self._kept if c.opening is None and c.name == name), None)
-        found = [c for c in self._kept if c.opening is not None and c.opening.begins(opening)]
-        return max(found, key=lambda c: c.opening.length if c.opening else 0, default=None)
+            found = [c for c in self._kept if c.opening is None and c.name == name]
+        else:
+            found = [c for c in self._kept if c.opening is not None and c.opening.begins(opening)]
+            longest = max(found, key=lambda c: c.opening.length if c.opening else 0, default=None)
+            found = [c for c in found if longest is not None and c.name == longest.name]
+        return max(found, key=lambda c: (not c.under_way, c.target.common(prompt)), default=None)
 
     def _free_bytes(self, kept: Conversation, needed: int, source: Conversation | None = None) -> bool:
         """Free the caches of the least recently used conversations, but not of ``kept``, until ``needed`` bytes are

@@ -84,6 +84,11 @@ class Held:
     drafter: DraftsAhead | None = None
     drafter_of: tuple[SamplingParams, int, bool] | None = None
 
+    @property
+    def memory(self) -> int:
+        """Bytes of the cache and of what was drafted ahead."""
+        return self.sequence.memory.total + (0 if self.drafter is None else self.drafter.memory)
+
 
 class Drafts:
     """Proposes with one model for several conversations. Not thread-safe."""
@@ -153,11 +158,11 @@ class Drafts:
         return held
 
     def _forget_idle(self) -> None:
-        """Free the caches of conversations that were unused for long, or for which there is no room."""
+        """Forget conversations that were unused for long, or for which there is no room."""
         now = time.monotonic()
         while self._held:
             oldest = next(iter(self._held.values()))
-            total = sum(held.sequence.memory.total for held in self._held.values())
+            total = sum(held.memory for held in self._held.values())
             many = len(self._held) > 1 and (len(self._held) > MOST or total > self._cache_bytes)
             if now - oldest.used < IDLE_S and not many:
                 return

@@ -1,12 +1,20 @@
 """Converts chats and texts to token ids: applies the chat template, and refuses text that is far too long.
 
 A tokenizer takes a second per megabyte or more, so a text far beyond the context is detected from its beginning.
+
+In a chat only the template writes control tokens: a message that contains ``<|im_end|>`` does not end there. A
+tokenizer finds such tokens anywhere in a text, so a message's text is encoded in two pieces where it contains one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,6 +25,14 @@ PIECE = 16_384
 # Tokens that a cut between two pieces may add. Too low: a text that fits may be refused. Too high: a little more text
 # is tokenized as a whole before it is refused.
 PER_CUT = 16
+# Stands where a message's text is cut within a control token. Unicode reserves it for use inside of programs; a
+# template may write it as an escape, as in JSON.
+CUT, CUTS = "\ufdd0", re.compile("\ufdd0|\\\\ufdd0")
+# Added tokens that are control tokens although their tokenizer does not call them special, such as DeepSeek's
+# ``<｜User｜>``; llama.cpp recognises them in the same way. Tags of thinking and calls, such as ``<think>``, are none:
+# clients with call formats of their own write them into messages.
+LOOKS_SPECIAL = re.compile(r"<[|｜].*[|｜]>")
+_patterns: WeakKeyDictionary[PreTrainedTokenizerBase, re.Pattern[str]] = WeakKeyDictionary()
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, context: int, add_special: bool = True) -> list[int]:
@@ -24,13 +40,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, context: int, add
 
     Raises AdaptiveError for text that is not valid Unicode, or is certainly longer than the context.
     """
-    try:
-        _refuse_too_long(tokenizer, text, context)
-        # Not verbose: transformers would warn of long text, which callers refuse with their own message.
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special, verbose=False)
-    except (TypeError, ValueError) as error:  # for example half of a surrogate pair
-        raise AdaptiveError("the text is not valid Unicode") from error
-    return ids
+    return _encode_pieces(tokenizer, [text], context, add_special)
 
 
 def render_chat(
@@ -38,13 +48,22 @@ def render_chat(
     chat: list[dict[str, Any]],
     context: int,
     tools: Sequence[dict[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of a chat, formatted by the chat template, with tool definitions and the generation prompt.
+    """Token ids of a chat, formatted by the chat template, with tool definitions and the generation prompt. Control
+    tokens in the chat, the tools and the template's ``variables`` are text.
 
     Raises AdaptiveError if the tokenizer has no chat template, the template refuses the chat, or the chat is certainly
     longer than the ``context``.
     """
-    return encode_rendered(tokenizer, chat_text(tokenizer, chat, tools), context)
+    given = chat, tools, variables
+    try:
+        cut = _with_cuts(given, _control_tokens(tokenizer))
+        whole = cut == given
+    except RecursionError as error:
+        raise AdaptiveError("the chat or its tools are nested too deeply") from error
+    text = chat_text(tokenizer, *cut)
+    return _encode_pieces(tokenizer, [text] if whole else CUTS.split(text), context, add_special=False)
 
 
 def chat_text(
@@ -81,6 +100,62 @@ def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
     if isinstance(template, dict):
         return "\n".join(str(text) for text in template.values())
     return template or ""
+
+
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Matches the beginning of a control token, up to the place where it is cut: before its first letter or digit,
+    where most tokenizers separate a text anyway."""
+    if (known := _patterns.get(tokenizer)) is not None:
+        return known
+    ends: dict[str, list[str]] = defaultdict(list)  # by beginning
+    for token in tokenizer.added_tokens_decoder.values():
+        text = token.content
+        if len(text) > 1 and (token.special or LOOKS_SPECIAL.fullmatch(text)):
+            letter = re.compile(r"\w").search(text, 1, len(text) - 1)
+            place = letter.start() if letter else len(text) - 1
+            ends[text[:place]].append(text[place:])
+    either = (f"{re.escape(begins)}(?={_any_of(ends[begins])})" for begins in sorted(ends, reverse=True))
+    return _patterns.setdefault(tokenizer, re.compile("|".join(either) or "(?!)"))
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    """A regular expression for one of the texts. Those with the same first characters are one branch: vocabularies have
+    thousands of reserved tokens, and HTML has a ``<`` in each line."""
+    groups = groupby(sorted(texts), key=lambda text: text[:2])
+    return "|".join(f"{re.escape(two)}(?:{'|'.join(re.escape(t[2:]) for t in group)})" for two, group in groups)
+
+
+def _with_cuts(value: Any, control: re.Pattern[str]) -> Any:
+    """The same strings, lists and dictionaries, with each control token in a string cut in two."""
+    if isinstance(value, str):
+        return control.sub(rf"\g<0>{CUT}", value)
+    if isinstance(value, Mapping):
+        return {_with_cuts(key, control): _with_cuts(one, control) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_with_cuts(one, control) for one in value)
+    return value
+
+
+def _encode_pieces(
+    tokenizer: PreTrainedTokenizerBase, pieces: Sequence[str], context: int, add_special: bool
+) -> list[int]:
+    """Token ids of the pieces of one text, each tokenized alone. Raises AdaptiveError as ``encode_text``."""
+    try:
+        _refuse_too_long(tokenizer, "".join(pieces), context)
+        # Not verbose: transformers would warn of long text, which callers refuse with their own message.
+        encode = partial(tokenizer.encode, add_special_tokens=add_special, verbose=False)
+        ids: list[int] = encode(pieces[0])
+        for piece in pieces[1:]:
+            ids += _encode_within(encode, piece)
+    except (TypeError, ValueError) as error:  # for example half of a surrogate pair
+        raise AdaptiveError("the text is not valid Unicode") from error
+    return ids
+
+
+def _encode_within(encode: Callable[[str], list[int]], piece: str) -> list[int]:
+    """Token ids of a piece of text within a line: some tokenizers begin a text with a space, but not a later line."""
+    line, ids = encode("\n"), encode(f"\n{piece}")
+    return ids[len(line) :] if ids[: len(line)] == line else encode(piece)
 
 
 def _refuse_too_long(tokenizer: PreTrainedTokenizerBase, text: str, context: int) -> None:

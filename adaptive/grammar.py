@@ -8,6 +8,7 @@ as drafted tokens need (docs/notes/2026-11-constraints.md explains the choice).
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -35,6 +36,10 @@ COMPILED = 16
 WORD = 32
 
 
+class GrammarError(AdaptiveError):
+    """A grammar that cannot be used, or led an answer to a place where it cannot go on."""
+
+
 @dataclass(frozen=True)
 class Grammar:
     """The form of an answer. ``text`` is the schema as JSON, the grammar (Lark's or llama.cpp's notation) or the
@@ -56,7 +61,7 @@ class Grammar:
             lark = gbnf_to_lark(self.text) if self.kind == "gbnf" else self.text
             return str(LLMatcher.grammar_from_lark(lark))
         except Exception as error:  # a parser may raise anything
-            raise AdaptiveError(f"the {self.name} cannot be used: {first_line(error)}") from error
+            raise GrammarError(f"the {self.name} cannot be used: {first_line(error)}") from error
 
     def rule(self) -> str:
         """A schema or regular expression as the right side of a rule in Lark's notation. Raises AdaptiveError as
@@ -74,7 +79,7 @@ class Grammar:
 
 def notation(text: str) -> Grammar:
     """A grammar in the notation it is written in: llama.cpp's defines ``root ::=``, Lark's ``start:``."""
-    return Grammar("gbnf" if "::=" in text else "lark", text)
+    return Grammar("gbnf" if re.search(r"(?m)^\s*[\w-]+\s*::=", text) else "lark", text)
 
 
 def json_schema(schema: dict[str, Any]) -> Grammar:
@@ -111,17 +116,18 @@ class Grammars:
         from llguidance import LLMatcher
 
         with self._lock:
-            matcher = self._compiled.get(grammar)
-            if matcher is None:
-                matcher = LLMatcher(self._tokens(), grammar.source(), log_level=0)
-                if matcher.is_error():
-                    said = " ".join(matcher.get_error().split())[:500]
-                    raise AdaptiveError(f"the {grammar.name} cannot be used: {said}")
-                self._compiled[grammar] = matcher
-                if len(self._compiled) > COMPILED:
-                    self._compiled.popitem(last=False)
+            matcher, tokens = self._compiled.get(grammar), self._tokens()
+        if matcher is None:  # not under the lock: another answer need not wait for a large grammar
+            matcher = LLMatcher(tokens, grammar.source(), log_level=0)
+            matcher.compute_bitmask()  # the first mask may already exceed a limit
+            if matcher.is_error():
+                raise GrammarError(f"the {grammar.name} cannot be used: {_error(matcher)}")
+        with self._lock:
+            self._compiled[grammar] = matcher
             self._compiled.move_to_end(grammar)
-            return Constraint(matcher.deep_copy(), self._vocab_size)
+            if len(self._compiled) > COMPILED:
+                self._compiled.popitem(last=False)
+            return Constraint(matcher, self._vocab_size, grammar.name)
 
     def _tokens(self) -> LLTokenizer:
         if self._known is None:
@@ -134,25 +140,39 @@ class Grammars:
                     eos_token=self._ends or None,
                 )
             except Exception as error:
-                raise AdaptiveError(f"this tokenizer cannot be constrained: {first_line(error)}") from error
+                raise GrammarError(f"this tokenizer cannot be constrained: {first_line(error)}") from error
         return self._known
 
 
-class Constraint:
-    """The state of one answer in its grammar. Not thread-safe."""
+def _error(matcher: LLMatcher) -> str:
+    """The error that a matcher is in, without the listing of its state."""
+    return " ".join(matcher.get_error().partition("<state>")[0].split())[:500]
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self._matcher = matcher
+
+class Constraint:
+    """The state of one answer in its grammar. Not thread-safe.
+
+    llguidance limits its work on a token. A matcher that exceeds a limit is in an error state for good, so it is made
+    anew. If the answer itself leads there, it ends with an AdaptiveError: from ``mask`` or ``place`` if there is no
+    mask for the next token, else from ``commit``. A drafted text that leads there and is rejected changes nothing.
+    """
+
+    def __init__(self, initial: LLMatcher, vocab_size: int, name: str = "grammar") -> None:
+        """``initial`` is a matcher in its initial state, which is not changed; ``name`` is for messages."""
+        self._initial, self._name = initial, name
+        self._matcher = initial.deep_copy()
         self._words = -(-vocab_size // WORD)
-        self._ahead: list[int] = []  # drafted tokens that the matcher has consumed
+        self._text: list[int] = []  # committed tokens that the matcher has consumed
+        self._ahead: list[int] = []  # drafted tokens that it has consumed
         self._stands = True  # whether the committed text matches the grammar; text after a stop string need not
         self._known: dict[tuple[int, ...], Bits | None] = {}  # by drafted tokens: draft and target need the same masks
+        self._failed: dict[tuple[int, ...], str] = {}  # by drafted tokens: why the matcher failed behind them
 
     def mask(self, logits: torch.Tensor, drafted: Sequence[int]) -> torch.Tensor:
         """Logits (n, vocab) with -inf for tokens that are not allowed; rows as in ``LogitsProcessor.apply``.
 
-        A row after a drafted token that is not allowed stays unchanged, since it is never reached. So does a row of a
-        draft whose vocabulary contains none of the allowed tokens.
+        A row after a drafted token that is not allowed stays unchanged, since it is never reached. So does a row that
+        the matcher cannot reach, and a row of a draft whose vocabulary contains none of the allowed tokens.
         """
         rows, vocab = logits.shape
         first = len(drafted) - rows + 1
@@ -168,21 +188,39 @@ class Constraint:
         return 0 if bits is None else bits.ctypes.data
 
     def _bits(self, drafted: Sequence[int]) -> Bits | None:
-        """The mask of tokens allowed after ``drafted``; None if a drafted token is not allowed itself."""
+        """The mask of tokens allowed after ``drafted``; None if a drafted token is not allowed itself, or if the
+        matcher fails behind drafted tokens."""
         key = tuple(drafted)
         if key not in self._known:
-            bits = None
-            if self._lead_to(key):
-                bits = np.empty(self._words, np.int32)
-                self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-            self._known[key] = bits
+            self._known[key] = self._computed(key)
         return self._known[key]
 
+    def _computed(self, drafted: tuple[int, ...]) -> Bits | None:
+        if self._failure(drafted) is not None or not self._lead_to(drafted):
+            return None
+        bits = np.empty(self._words, np.int32)
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if not self._matcher.is_error():
+            return bits
+        self._restart(drafted)
+        if not drafted:
+            raise self._ended(self._failed[drafted])
+        return None
+
     def commit(self, tokens: Sequence[int]) -> None:
-        """Advance the state by tokens that became part of the answer."""
+        """Advance the state by tokens that became part of the answer. Raises AdaptiveError if the matcher failed on the
+        way: the tokens behind that place were chosen without a mask."""
+        failure = self._failure(tokens[:-1])
         self._known.clear()
-        self._stands = self._stands and self._lead_to(tokens)
-        if not self._stands:
+        self._failed.clear()
+        if failure is None and self._stands:
+            self._stands = self._lead_to(tokens)
+            failure = self._failure(tokens)
+        if failure is not None:
+            raise self._ended(failure)
+        if self._stands:
+            self._text += tokens
+        else:
             self._take_back(0)
         self._ahead = []
 
@@ -191,10 +229,14 @@ class Constraint:
         if not self._stands or most <= 0:
             return []
         self._take_back(0)
-        return list(self._matcher.compute_ff_tokens()[:most])
+        tokens = list(self._matcher.compute_ff_tokens()[:most])
+        if self._matcher.is_error():
+            self._restart(None)
+        return tokens
 
     def _lead_to(self, tokens: Sequence[int]) -> bool:
-        """Move the matcher to the state after ``tokens``. Returns False if one of them is not allowed."""
+        """Move the matcher to the state after ``tokens``. Returns False if one of them is not allowed, or if the
+        matcher fails on the way."""
         if not self._stands:
             return False
         same = 0
@@ -204,9 +246,30 @@ class Constraint:
         wanted = list(tokens[same:])
         taken = self._matcher.try_consume_tokens(wanted) if wanted else 0
         self._ahead += wanted[:taken]
-        return taken == len(wanted)
+        if taken == len(wanted):
+            return True
+        if self._matcher.is_error():
+            self._restart(tuple(tokens[: same + taken + 1]))
+        return False
 
     def _take_back(self, length: int) -> None:
         if len(self._ahead) > length:
             self._matcher.rollback(len(self._ahead) - length)
             del self._ahead[length:]
+
+    def _failure(self, tokens: Sequence[int]) -> str | None:
+        """Why the matcher failed in a state on the way to the one after ``tokens``, or there; None if it did not."""
+        reached = (tuple(tokens[:count]) for count in range(len(tokens) + 1)) if self._failed else ()
+        return next((self._failed[state] for state in reached if state in self._failed), None)
+
+    def _restart(self, state: tuple[int, ...] | None) -> None:
+        """Replace the matcher, which failed in a ``state`` (None: none that an answer needs), by one behind the
+        committed text."""
+        if state is not None:
+            self._failed[state] = _error(self._matcher)
+        self._matcher = self._initial.deep_copy()
+        self._matcher.consume_tokens(self._text)
+        self._ahead = []
+
+    def _ended(self, failure: str) -> GrammarError:
+        return GrammarError(f"the answer cannot go on with its {self._name}: {failure}")

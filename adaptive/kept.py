@@ -15,10 +15,11 @@ import shutil
 import time
 import zlib
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,6 +42,7 @@ TYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch
 # Exceptions from reading a file that is truncated, was written by another program, or is not readable.
 UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AdaptiveError)
 DAY_S = 86400.0
+Tensors: TypeAlias = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class KeptCaches:
         self.folder, self.limit = folder, limit
         self._engine, self._days = engine, days
         self._kept: list[Kept] = []
+        self._fetched: tuple[Kept, Future[Tensors]] | None = None
         folder.mkdir(mode=0o700, exist_ok=True)
         files.sweep(folder)
         self._shrink()
@@ -83,15 +86,23 @@ class KeptCaches:
         found = max(self._kept, key=lambda one: one.common(prompt), default=None)
         return found if found is not None and found.common(prompt) >= held + LEAST else None
 
+    def fetch(self, kept: Kept) -> Future[Tensors] | None:
+        """Begin to read a file on a thread of its own, for a later ``read`` of this one. None if there can be no more
+        threads: ``read`` then reads it."""
+        thread = ThreadPoolExecutor(1, "cache")
+        try:
+            self._fetched = kept, thread.submit(_whole, kept.path)
+        except RuntimeError:
+            return None
+        thread.shutdown(wait=False)  # ends when the file is read
+        return self._fetched[1]
+
     def read(self, kept: Kept, sequence: EngineSequence, length: int) -> bool:
         """Restore the first ``length`` tokens of a file into a sequence. Returns False if that fails; the sequence is
         then empty, and the file is removed, unless it only cannot be opened now."""
+        fetched, self._fetched = self._fetched, None
         try:
-            with _opened(kept.path) as file:
-                sums = json.loads(file.metadata()["sums"])
-                found = {name: file.get_tensor(name) for name in sums}
-            if any(_sum(found[name]) != value for name, value in sums.items()):
-                raise ValueError("it is damaged")
+            found = fetched[1].result() if fetched is not None and fetched[0] is kept else _whole(kept.path)
             self._engine.restore(sequence, found, length)
             os.utime(kept.path)
             return True
@@ -140,7 +151,7 @@ class KeptCaches:
 
     def forget(self) -> None:
         """Remove all files."""
-        self._kept = []
+        self._kept, self._fetched = [], None
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(mode=0o700, exist_ok=True)
 
@@ -162,6 +173,16 @@ class KeptCaches:
     def _drop(self, kept: Kept) -> None:
         self._kept = [one for one in self._kept if one.path != kept.path]
         kept.path.unlink(missing_ok=True)
+
+
+def _whole(path: Path) -> Tensors:
+    """The tensors of a file, compared with their checksums: all of it is read. Raises one of UNREADABLE."""
+    with _opened(path) as file:
+        sums = json.loads(file.metadata()["sums"])
+        found = {name: file.get_tensor(name) for name in sums}
+    if any(_sum(found[name]) != value for name, value in sums.items()):
+        raise ValueError("it is damaged")
+    return found
 
 
 def _opened(path: Path) -> Any:

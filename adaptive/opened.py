@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from adaptive.assistant import Assistant, length_policy, sampling_params
+from adaptive.caches import Conversations
 from adaptive.control.memory import keeping
 from adaptive.control.policy import FixedLength
 from adaptive.drafting.archive import Archive, History
@@ -22,6 +25,7 @@ from adaptive.engines.protocol import KeepsCaches
 from adaptive.kept import KeptCaches
 from adaptive.measure import attentive_on, trees_pay
 from adaptive.pair import Pair
+from adaptive.printable import counted
 from adaptive.records.deletion import finish
 from adaptive.records.features import spool_of
 from adaptive.records.retention import Keep
@@ -34,11 +38,15 @@ from checkpoints.store import AdapterStore
 
 logger = logging.getLogger("adaptive")
 
+# Most seconds that closing takes for the log, and then for caches of conversations. With all the rest it must take less
+# than the 45 s after which systemd and launchd kill a service (``cli/managers.py``).
+FLUSH_S, KEEP_S = 5.0, 10.0
+
 
 @dataclass(frozen=True)
 class OpenedPair:
     """An assistant ready to answer, its pair, the pair's state and adapter store, the swapper of promoted adapters, and
-    the upkeep of measured costs."""
+    the upkeep of measured costs. If ``hurry`` is set, on any thread, closing does not wait for caches to be written."""
 
     assistant: Assistant
     pair: Pair
@@ -46,6 +54,7 @@ class OpenedPair:
     store: AdapterStore
     swapper: Swapper
     upkeep: Upkeep
+    hurry: threading.Event = field(default_factory=threading.Event)
 
 
 def _log_warning(text: str) -> None:
@@ -99,12 +108,16 @@ def opened(
                 upkeep = Upkeep(pair, policy, memory, sampling)
             if mine:
                 upkeep.keep = lambda: upkeep.save(state.controller, assistant.adapter)
+            ready = OpenedPair(assistant, pair, state, store, swapper, upkeep)
             try:
-                yield OpenedPair(assistant, pair, state, store, swapper, upkeep)
+                yield ready
             finally:
-                assistant.conversations.keep(every=True)
+                # First what is small: the process may be killed while caches of gigabytes are written.
                 if mine:
                     _save(upkeep, state, assistant.adapter, warn)
+                if log is not None:
+                    log.flush(FLUSH_S)
+                _keep_caches(assistant.conversations, ready.hurry)
     finally:
         if archive is not None:
             archive.close()
@@ -121,6 +134,16 @@ def _kept_caches(settings: Settings, pair: Pair, state: PairState, warn: Callabl
         warn("keep_caches: the caches of this model cannot be kept on disk; only our own forward's can")
         return None
     return KeptCaches(state.caches, settings.keep_caches, target, settings.keep_days)
+
+
+def _keep_caches(conversations: Conversations, hurry: threading.Event) -> None:
+    """Write the caches that are not on disk yet, for at most KEEP_S, or until ``hurry`` is set."""
+    if not conversations.unwritten:
+        return
+    said = counted(conversations.unwritten, "conversation")
+    logger.info("writing the caches of %s to disk, for at most %.0f s; once more skips that", said, KEEP_S)
+    until = time.monotonic() + KEEP_S
+    conversations.keep(lambda: hurry.is_set() or time.monotonic() > until, every=True)
 
 
 def _save(upkeep: Upkeep, state: PairState, adapter: str | None, warn: Callable[[str], None]) -> None:

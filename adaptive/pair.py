@@ -19,6 +19,7 @@ from adaptive.engines.cpu.torch_threads import set_threads
 from adaptive.engines.head.kinds import HeadKind, head_kind, mtp_weights
 from adaptive.engines.identity import IDENTITY_BYTES, weights_hash
 from adaptive.engines.llamacpp.files import find_gguf, is_gguf_name
+from adaptive.engines.llamacpp.model import parts_of
 from adaptive.engines.load import (
     Forward,
     Source,
@@ -217,25 +218,30 @@ def _folder(name: str, revision: str | None) -> Path:
     return hub_folder(name, revision)
 
 
-def _weights_hash(source: Source, needed: bool = True) -> str:
-    """``weights_hash``, extended to GGUF files: a hash of size, first and last megabyte."""
+def _weights_hash(source: Source, needed: bool = True, counted: bool = True) -> str:
+    """``weights_hash``, extended to GGUF files: a hash of size, first and last megabyte of each part, or of the first
+    part alone if the others are not ``counted``."""
     if source.gguf is None:
-        return weights_hash(source.folder, needed)
-    size = source.gguf.stat().st_size
-    digest = hashlib.sha256(f"{size}".encode())
-    with source.gguf.open("rb") as stream:
-        digest.update(stream.read(IDENTITY_BYTES))
-        stream.seek(max(0, size - IDENTITY_BYTES))
-        digest.update(stream.read(IDENTITY_BYTES))
+        return weights_hash(source.folder, needed, counted)
+    digest = hashlib.sha256()
+    for part in parts_of(source.gguf) if counted else [source.gguf]:
+        size = part.stat().st_size
+        digest.update(f"{size}".encode())
+        with part.open("rb") as stream:
+            digest.update(stream.read(IDENTITY_BYTES))
+            stream.seek(max(0, size - IDENTITY_BYTES))
+            digest.update(stream.read(IDENTITY_BYTES))
     return digest.hexdigest()[:16]
 
 
-def pair_identity(settings: Settings) -> PairIdentity:
+def pair_identity(settings: Settings, thin: bool = False) -> PairIdentity:
     """The identity of the pair, from ids and hashes, without loading weights. For a target that another server runs, a
-    folder with config and tokenizer is enough."""
+    folder with config and tokenizer is enough. With ``thin`` it is the identity that the pair has with such a folder,
+    and that a pair whose target is a GGUF file in several parts had in earlier versions."""
     target, draft = sources(settings)
     grows = grows_on(settings) is not None
-    return _identity(target, draft, _trained(draft, settings), grows, whole=grows, remote=remote_of(settings))
+    trained = _trained(draft, settings)
+    return _identity(target, draft, trained, grows, whole=grows and not thin, remote=remote_of(settings), thin=thin)
 
 
 def _identity(
@@ -245,11 +251,12 @@ def _identity(
     grows: bool,
     whole: bool = True,
     remote: Remote | None = None,
+    thin: bool = False,
 ) -> PairIdentity:
     """``trained`` is the checkpoint that adapters belong to; without one, a GGUF draft's adapters belong to its file. A
     head that ``grows`` shares the folder of its target without a draft, and so its log. The draft of a draft server
-    shares the folder of the same draft used here. ``whole``: the target needs weights."""
-    target_hash = _weights_hash(target, whole)
+    shares the folder of the same draft used here. ``whole``: the target needs weights; ``thin``: they do not count."""
+    target_hash = _weights_hash(target, whole, not thin)
     base = base_of(draft) if draft else BaseDraft("none", "none")
     if remote is not None:
         base = BaseDraft(remote.hello.id, remote.hello.weights)

@@ -45,12 +45,12 @@ class Promotion:
     @property
     def text(self) -> str:
         """The expected and the measured ratio, in one line."""
-        said = "its speed was not foreseen"
+        said = "no speed was predicted"
         if self.expected is not None:
             said = f"{self.expected:.2f} times as fast as before, by replay"
         if self.came is None:
-            return f"{said}; not checked yet"
-        return f"{said}; {self.came:.2f} times came ({self.low:.2f} to {self.high:.2f}, {self.answers} answers)"
+            return f"{said}; not measured yet"
+        return f"{said}; measured {self.came:.2f} times ({self.low:.2f} to {self.high:.2f}, {self.answers} answers)"
 
 
 def seconds_a_token(acceptance: Sequence[float], costs: CostTable) -> float:

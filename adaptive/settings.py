@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,7 +22,7 @@ from pydantic_settings import (
 )
 
 from adaptive.errors import AdaptiveError
-from adaptive.settings_file import config_file, doubtful, require_consent
+from adaptive.settings_file import config_files, doubtful, require_consent
 from adaptive.state import default_state_dir
 from adaptive.types import SamplingParams, StopParams
 
@@ -35,6 +35,10 @@ ANSWER_TOKENS = 512
 Quantisation = Literal["none", "int8", "nf4"]
 DraftQuantisation = Literal["auto", "none", "int8", "nf4"]
 
+
+# Settings that are paths, and those that may be paths: a model may also have its name on the hub.
+PLACES = ("home", "api_key_file", "draft_key_file")
+MODELS = ("target", "draft", "draft_checkpoint")
 
 # Most nodes of a drafted tree. One pass verifies them; with more it takes longer than the further nodes can be worth.
 MOST_NODES = 256
@@ -88,7 +92,7 @@ class Settings(BaseSettings):
     revision: str | None = None
     draft_revision: str | None = None
     trust_remote_code: bool = False
-    draft_length: str = "auto"
+    draft_length: Annotated[str, BeforeValidator(str)] = "auto"
     history: Literal["auto", "session", "off"] = "auto"
     seed: int | None = None
     max_new_tokens: int | None = None
@@ -180,8 +184,22 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, then environment, then the file that ``load_settings`` sets in ``model_config``."""
-        return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
+        """Flags, then environment, then the files that ``settings_from`` sets in ``model_config``."""
+        return (init_settings, env_settings, _Files(settings_cls))
+
+
+class _Files(TomlConfigSettingsSource):
+    """Settings files. A relative path in one of them is relative to the folder of the file, wherever the program
+    runs."""
+
+    def _read_file(self, file_path: Any) -> dict[str, Any]:
+        found, folder = super()._read_file(file_path), file_path.resolve().parent
+        for name in (*PLACES, *MODELS) if folder != Path.cwd() else ():
+            if isinstance(found.get(name), str):
+                there = folder / expanded(found[name])
+                if name in PLACES or there.exists():
+                    found[name] = str(there)
+        return found
 
 
 def model_name(settings: Settings) -> str:
@@ -231,32 +249,38 @@ def training_window(policy: str) -> tuple[int, int] | None:
 def load_settings(
     overrides: dict[str, Any], config: Path | None = None, ask: Callable[[str], bool] | None = None
 ) -> Settings:
-    """Settings from ``overrides`` (the given flags), the environment and the config file.
+    """Settings from ``overrides`` (the given flags), the environment and the settings files: ``config`` alone, or
+    without it those of ``config_files``.
 
     If a file in the current folder sets more than it may without consent (``settings_file.py``), ``ask`` puts a
     question to the user; without ``ask`` the file is refused. Raises AdaptiveError that names the wrong setting and its
     source.
     """
-    file = config_file(config)
+    files = config_files(config)
+    for file in files if config is None else ():
+        require_consent(file, doubtful(file, written_in(file), {*overrides, *set_in_environment()}), ask)
+    return settings_from(overrides, files)
 
-    class FromFile(Settings):
-        model_config = SettingsConfigDict(toml_file=file)
 
-    if file is not None:
-        written = written_in(file)
-        if config is None:
-            require_consent(file, doubtful(file, written, {*overrides, *set_in_environment()}), ask)
-    return _checked(FromFile, overrides, file)
+def settings_from(overrides: dict[str, Any], files: Sequence[Path]) -> Settings:
+    """``load_settings`` from these ``files``, without a question. A later file overrides an earlier one."""
+
+    class FromFiles(Settings):
+        model_config = SettingsConfigDict(toml_file=files)
+
+    for file in files:
+        written_in(file)  # raises an AdaptiveError that names the file
+    return _checked(FromFiles, overrides, files)
 
 
 def written_in(file: Path) -> dict[str, Any]:
     """The settings that ``file`` sets. Raises AdaptiveError if it cannot be read or is not TOML."""
     try:
-        return dict(TomlConfigSettingsSource(Settings, file).toml_data)
+        return dict(_Files(Settings, file).toml_data)
     except OSError as error:
-        raise AdaptiveError(f"config file {file} cannot be read ({error.strerror})") from error
+        raise AdaptiveError(f"settings file {file} cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise AdaptiveError(f"config file {file} is not valid TOML: {error}") from error
+        raise AdaptiveError(f"settings file {file} is not valid TOML: {error}") from error
 
 
 def set_in_environment() -> frozenset[str]:
@@ -267,14 +291,15 @@ def set_in_environment() -> frozenset[str]:
 
 def change_settings(settings: Settings, said: dict[str, Any]) -> Settings:
     """A copy of the settings with changes. Raises AdaptiveError as ``load_settings``."""
-    return _checked(Settings, {**settings.model_dump(), **said}, None)
+    return _checked(Settings, {**settings.model_dump(), **said}, ())
 
 
-def _checked(kind: type[Settings], values: dict[str, Any], file: Path | None) -> Settings:
+def _checked(kind: type[Settings], values: dict[str, Any], files: Sequence[Path]) -> Settings:
     try:
         return kind(**values)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
-        where = f" (flags, ADAPTIVE_{name.upper()} or {file})" if file else f" (flag or ADAPTIVE_{name.upper()})"
-        raise AdaptiveError(f"setting {name}: {first['msg'].lower()}, got {first.get('input')!r}{where}") from error
+        sources = "flag or " if not files else "flags, "
+        where = " or ".join((f"{sources}ADAPTIVE_{name.upper()}", *map(str, files)))
+        raise AdaptiveError(f"setting {name}: {first['msg'].lower()}, got {first.get('input')!r} ({where})") from error

@@ -1,6 +1,6 @@
-"""Chooses the settings file, and limits the settings that a file in the current folder may set.
+"""Chooses the settings files, and limits the settings that a file in the current folder may set.
 
-A file that is named (``--config``) or lies in the user's own config folder may set everything. One in the current
+A file that is named (``--config``) or lies in the user's own settings folder may set everything. One in the current
 folder may have come with somebody else's checkout: unless the user has accepted that very file, it cannot name models,
 run code, or decide about data and access.
 """
@@ -18,7 +18,7 @@ from adaptive.errors import AdaptiveError
 from checkpoints import files
 
 # Settings that a file in the current folder may set without consent: sampling, and use of the machine. A new setting
-# needs a decision before it is added here.
+# needs a decision before it is added here. See ``doubtful`` for ``record``.
 HARMLESS = frozenset(
     {
         "device", "draft_device", "dtype", "quantize", "draft_quantize", "memory", "cuda_graphs", "draft_length",
@@ -37,31 +37,32 @@ SHOWN = 80
 
 
 def user_folder() -> Path:
-    """The platform's config folder of this user."""
+    """The platform's settings folder of this user."""
     import platformdirs
 
     return Path(platformdirs.user_config_dir("adaptive"))
 
 
-def config_file(explicit: Path | None) -> Path | None:
-    """The file of ``--config``, else ``adaptive.toml`` in the current folder, else the one in the user's config
-    folder."""
+def config_files(explicit: Path | None) -> tuple[Path, ...]:
+    """The file of ``--config`` alone, else ``adaptive.toml`` in the user's settings folder and the one in the current
+    folder, as far as they exist. A later file overrides an earlier one. Raises AdaptiveError."""
     if explicit is not None:
         if not explicit.is_file():
-            raise AdaptiveError(f"config file {explicit} does not exist")
-        return explicit
-    for candidate in (Path("adaptive.toml"), user_folder() / "adaptive.toml"):
-        if candidate.is_file():
-            return candidate
-    return None
+            raise AdaptiveError(f"settings file {explicit} does not exist")
+        return (explicit,)
+    candidates = {path.resolve(): path for path in (user_folder() / "adaptive.toml", Path("adaptive.toml"))}
+    return tuple(path for path in candidates.values() if path.is_file())
 
 
 def doubtful(file: Path, written: dict[str, Any], overridden: Collection[str]) -> dict[str, Any]:
     """The settings of a ``file`` in the current folder that need the user's consent: those in use (not ``overridden``
-    by a flag or the environment) and not HARMLESS, unless the user has accepted this file."""
-    if file.resolve().parent == user_folder().resolve() or _known().get(str(file.resolve())) == _digest(file):
+    by a flag or the environment) and not HARMLESS, unless the user has accepted this file. ``record`` is harmless only
+    where it is switched off: the user's own file may have switched it off."""
+    own = user_folder().resolve() in (file.parent.resolve(), file.resolve().parent)  # also a link to or from there
+    if own or _known().get(str(file.resolve())) == _digest(file):
         return {}
-    return {name: value for name, value in written.items() if name not in HARMLESS and name not in overridden}
+    harmless = HARMLESS if written.get("record", False) is False else HARMLESS - {"record"}
+    return {name: value for name, value in written.items() if name not in harmless and name not in overridden}
 
 
 def require_consent(file: Path, found: dict[str, Any], ask: Callable[[str], bool] | None) -> None:

@@ -71,7 +71,7 @@ class Speculation:
 
     def _why_plain(self) -> str:
         if not self.draft:
-            return "no draft"
+            return "no draft model"
         if not self.rounds:
             return "one token, which the prompt's own pass gave"
         if self.growing:

@@ -3,12 +3,14 @@
 
     python benchmarks/upstream_publish.py --server llama-server --work FOLDER [--target INFLATED] [--encoding q8_0]
                                           [--kind tools] [--requests 400] [--unseen 40] [--tokens 100] [--threads 2]
+                                          [--slots 1]
 
 The server runs the target without a draft. Real clients request ``--requests`` answers of one kind through the proxy,
-at ``--temperature``; the last ``--unseen`` prompts of the kind are held out, and the others are repeated as needed.
-A draft is distilled from the log and published, with a restart of the server. Then servers without a draft, with the
-undistilled draft at several lengths and with the published draft answer the held-out prompts greedily, in turn, each
-timed by its own ``timings``. A second run with the same ``--work`` continues where the first one ended.
+at ``--temperature``, ``--slots`` at a time; the last ``--unseen`` prompts of the kind are held out, and the others are
+repeated as needed. A draft is distilled from the log and published, with a restart of the server. Then servers without
+a draft, with the undistilled draft at several lengths and with the published draft answer the held-out prompts
+greedily, in turn, each timed by its own ``timings``. A second run with the same ``--work`` continues where the first
+one ended.
 Prints one JSON object, and its table as Markdown.
 """
 
@@ -59,6 +61,7 @@ class Work:
     encoding: str
     threads: int
     tokens: int
+    slots: int
 
     @property
     def pair(self) -> tuple[str, ...]:
@@ -69,10 +72,10 @@ class Work:
         """The GGUF file of a model of the pair, named as `adaptive export` names it."""
         return self.folder / "gguf" / f"{getattr(self, role).name}-{self.encoding}.gguf"
 
-    def command(self, port: int, *options: str) -> str:
+    def command(self, port: int, *options: str, slots: int = 1) -> str:
         """The command that starts the server."""
         words = [self.server, "--model", str(self.gguf("target")), "--host", "127.0.0.1", "--port", str(port)]
-        words += ["--ctx-size", "2048", "--parallel", "1", "--threads", str(self.threads), *options]
+        words += ["--ctx-size", str(2048 * slots), "--parallel", str(slots), "--threads", str(self.threads), *options]
         return shlex.join(words)
 
 
@@ -92,10 +95,10 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def restartable(work: Work) -> Iterator[tuple[str, Path, str]]:
+def restartable(work: Work, slots: int = 1) -> Iterator[tuple[str, Path, str]]:
     """Run the server from a start file by a restart command, as users do. Yields its address and these two."""
     port, start, pid = free_port(), work.folder / "start.sh", work.folder / "pid"
-    start.write_text(f"exec {work.command(port)} > {shlex.quote(str(work.folder / 'server.txt'))} 2>&1\n")
+    start.write_text(f"exec {work.command(port, slots=slots)} > {shlex.quote(str(work.folder / 'server.txt'))} 2>&1\n")
     again = work.folder / "restart.sh"
     again.write_text(
         f"if [ -e {pid} ]; then kill $(cat {pid}); while kill -0 $(cat {pid}) 2>/dev/null; do sleep 0.1; done; fi\n"
@@ -121,7 +124,7 @@ def until_up(url: str) -> None:
     raise SystemExit(f"{url} does not come up")
 
 
-def ask(url: str, prompts: Sequence[str], requests: int, tokens: int, temperature: float) -> dict[str, Any]:
+def ask(url: str, prompts: Sequence[str], requests: int, temperature: float, work: Work) -> dict[str, Any]:
     """Let real clients request answers to ``prompts`` in turn, every other one streamed. Returns the proxy's status."""
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600) as client:
         model = client.models.list().data[0].id
@@ -130,7 +133,7 @@ def ask(url: str, prompts: Sequence[str], requests: int, tokens: int, temperatur
             said: Any = {
                 "model": model,
                 "messages": [{"role": "user", "content": prompts[number % len(prompts)]}],
-                "max_tokens": tokens,
+                "max_tokens": work.tokens,
                 "temperature": temperature,
                 "seed": number,
             }
@@ -139,7 +142,7 @@ def ask(url: str, prompts: Sequence[str], requests: int, tokens: int, temperatur
             else:
                 client.chat.completions.create(**said)
 
-        with ThreadPoolExecutor(2) as pool:  # two, so that the next request waits while one is answered
+        with ThreadPoolExecutor(work.slots + 1) as pool:  # one more, so that the next request waits
             list(pool.map(one, range(requests)))
     for _ in range(600):
         said: dict[str, Any] = httpx.get(f"{url}/adaptive/upstream").json()
@@ -191,10 +194,10 @@ def learn(work: Work, prompts: Sequence[str], requests: int, temperature: float)
         return
     began = time.perf_counter()
     with (
-        restartable(work) as (url, _, _),
+        restartable(work, work.slots) as (url, _, _),
         started(work.folder, "learn", "--upstream", url, *work.pair, "--distill", "off") as through,
     ):
-        status = ask(through, prompts, requests, work.tokens, temperature)
+        status = ask(through, prompts, requests, temperature, work)
     note(work, {"asked_s": time.perf_counter() - began, "proxy": status})
     began = time.perf_counter()
     told = json.loads(adaptive("distill", *work.pair, "--json"))
@@ -279,6 +282,7 @@ def main() -> None:
     parser.add_argument("--unseen", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--slots", type=int, default=1, help="answers at once while they are logged; raced one by one")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--until", choices=("distilled", "published", "raced"), default="raced")
@@ -287,7 +291,7 @@ def main() -> None:
     given.work.mkdir(parents=True, exist_ok=True)
     work = Work(
         given.work.resolve(), given.server, given.target.resolve(), given.draft.resolve(), given.encoding,
-        given.threads, given.tokens,
+        given.threads, given.tokens, given.slots,
     )  # fmt: skip
     with (BUNDLED / "prompts" / f"{given.kind}.jsonl").open(encoding="utf-8") as lines:
         prompts = [str(json.loads(line)["prompt"]) for line in lines]

@@ -435,4 +435,4 @@ def training_seconds(store: AdapterStore) -> float:
 
 
 def _instead(current: str | None) -> str:
-    return f"adapter {current} is used" if current else "the plain draft is used"
+    return f"adapter {current} is used" if current else "the draft without an adapter is used"

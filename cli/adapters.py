@@ -30,8 +30,6 @@ app = group(
 
 Name = Annotated[str, typer.Argument(metavar="ID", help="Id of an adapter, as 7 or 0007; current is the one in use.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-# How many of the newest adapters ``prune`` keeps if it is not told: as many as runs do (default of ``keep_adapters``).
-KEPT = 5
 
 
 @app.command("list")
@@ -44,19 +42,20 @@ def list_(settings: Settings, as_json: AsJson = False) -> None:
     Example: adaptive adapters list --json
     """
     store = open_store(settings)
-    current, manifests = store.current_id(), store.list()
+    current, manifests, damaged = store.current_id(), store.list(), store.damaged()
     if as_json:
-        typer.echo(json.dumps([as_object(manifest, current) for manifest in manifests], indent=2, ensure_ascii=False))
+        objects = [as_object(manifest, current) for manifest in manifests]
+        objects += [{"id": name, "damaged": True} for name in damaged]
+        typer.echo(json.dumps(objects, indent=2, ensure_ascii=False))
         return
     from rich.console import Console
 
     console = Console()
     if manifests:
-        print_table(console, _table(manifests, current), "age", "older records", "generations")
+        print_table(console, _table(manifests, current), "age", "older records", "answers")
     else:
         console.print("no adapter yet; `adaptive distill` trains one from the log")
-    damaged = store.damaged()
-    prunable = store.prunable(KEPT) if damaged else ()
+    prunable = store.prunable(settings.keep_adapters) if damaged else ()
     for name in damaged:
         deleted = "; `adaptive adapters prune` deletes it" if name in prunable else ""
         console.print(f"{name} is damaged and not used{deleted}", highlight=False)
@@ -71,14 +70,15 @@ def show(settings: Settings, name: Name = "current", as_json: AsJson = False) ->
     """
     store = open_store(settings)
     manifest = store.show(_resolve(store, name))
-    if as_json:
-        typer.echo(json.dumps(as_object(manifest, store.current_id()), indent=2, ensure_ascii=False))
-        return
+    damage = None
     try:
         store.verify(manifest.id)
-        files = f"{len(manifest.files)}, whole"
-    except AdaptiveError as damage:
-        files = str(damage)
+    except AdaptiveError as error:
+        damage = str(error)
+    if as_json:
+        known = {**as_object(manifest, store.current_id()), "files_whole": damage is None, "damage": damage}
+        typer.echo(json.dumps(known, indent=2, ensure_ascii=False))
+        return
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -90,7 +90,7 @@ def show(settings: Settings, name: Name = "current", as_json: AsJson = False) ->
         "adapter": f"{manifest.id} ({manifest.status}{in_use})",
         "reason": manifest.reason,
         "created": f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(manifest.created))} ({_age(manifest)} ago)",
-        "parent": manifest.parent or "none: trained from the plain draft",
+        "parent": manifest.parent or "none: trained from the draft without an adapter",
         "draft": f"{manifest.base.id} ({manifest.base.weights})",
         "trained on": _trained_on(manifest),
         "records": "none" if trained.first_id is None else f"{trained.first_id} to {trained.last_id}",
@@ -100,7 +100,7 @@ def show(settings: Settings, name: Name = "current", as_json: AsJson = False) ->
         **({} if manifest.vocabulary is None else {"vocabulary": manifest.vocabulary}),
         "recent held-out": _held_out(manifest.recent),
         "older held-out": _held_out(manifest.older),
-        "files": files,
+        "files": damage or f"{len(manifest.files)}, whole",
         "folder": str(store.path(manifest.id)),
     }
     for key, value in rows.items():
@@ -112,7 +112,7 @@ def show(settings: Settings, name: Name = "current", as_json: AsJson = False) ->
 @shared_options(*PAIR)
 def promote(
     settings: Settings,
-    name: Name,
+    name: Annotated[str, typer.Argument(metavar="ID", help="Id of an adapter, as 7 or 0007.")],
     reason: Annotated[str, typer.Option(help="Why, for the manifest.")] = "promoted by hand",
 ) -> None:
     """Put an adapter in use, whatever the gate said. Running chats and servers take it up.
@@ -129,23 +129,28 @@ def rollback(
     settings: Settings,
     reason: Annotated[str, typer.Option(help="Why, for the manifest.")] = "rolled back by hand",
 ) -> None:
-    """Take the adapter in use out of use; the one before it comes back, or the plain draft.
+    """Take the adapter in use out of use; the one before it comes back, or the draft without an adapter.
 
     Example: adaptive adapters rollback --reason "slower on my own code"
     """
     manifest = open_store(settings).rollback(reason)
-    typer.echo(f"adapter {manifest.id} is in use again" if manifest else "the plain draft is in use again")
+    typer.echo(f"{f'adapter {manifest.id}' if manifest else 'the draft without an adapter'} is in use again")
 
 
 @app.command()
 @shared_options(*PAIR)
-def prune(settings: Settings, keep: Annotated[int, typer.Option(help="How many of the newest stay.")] = KEPT) -> None:
+def prune(
+    settings: Settings,
+    keep: Annotated[
+        Optional[int], typer.Option(help="How many of the newest stay; by default as many as keep_adapters says.")
+    ] = None,
+) -> None:
     """Delete old adapters, never the one in use nor the one a rollback returns to. Training runs do that by themselves
     (setting keep_adapters).
 
     Example: adaptive adapters prune --keep 3
     """
-    deleted = open_store(settings).prune(keep)
+    deleted = open_store(settings).prune(settings.keep_adapters if keep is None else keep)
     typer.echo(f"deleted {', '.join(deleted)}" if deleted else "nothing to delete")
 
 
@@ -153,7 +158,13 @@ def prune(settings: Settings, keep: Annotated[int, typer.Option(help="How many o
 @shared_options(*PAIR, "trust_remote_code")
 def export(
     settings: Settings,
-    name: Name,
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="ID",
+            help="Id of an adapter, as 7 or 0007; current: the one in use; draft: the head of --draft, without one.",
+        ),
+    ],
     folder: Annotated[Optional[Path], typer.Argument(help="Where the PEFT folder, or the GGUF file, goes.")] = None,
     merged: Annotated[
         Optional[Path],
@@ -162,7 +173,10 @@ def export(
     format_: Annotated[
         str, typer.Option("--format", help="peft; gguf for llama.cpp; speculators for vLLM, of an EAGLE-3 head.")
     ] = "peft",
-    encoding: Annotated[str, typer.Option(help="Weights of a merged GGUF file: f32, f16, bf16 or q8_0.")] = "bf16",
+    encoding: Annotated[
+        Optional[str],
+        typer.Option(help="Weights of a merged draft or a head as GGUF: f32, f16, bf16 (the default) or q8_0."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
 ) -> None:
     """Copy an adapter as a PEFT folder, or write the merged draft as a checkpoint of its own; or both for llama.cpp.
@@ -181,7 +195,13 @@ def export(
         raise AdaptiveError("name one folder or file to export to: `export ID PATH`, or `export ID --merged PATH`")
     if format_ not in ("peft", "gguf", "speculators"):
         raise AdaptiveError(f"--format is {format_!r}; it must be peft, gguf or speculators")
-    if format_ == "speculators" or (format_ == "gguf" and (name == "draft" or _drafts_by_eagle(settings))):
+    from cli.export import ENCODING, writing
+
+    eagle = format_ == "gguf" and (name == "draft" or _drafts_by_eagle(settings))
+    if encoding is not None and not (eagle or (format_ == "gguf" and merged is not None)):
+        raise AdaptiveError("--encoding is only for a merged draft (--merged) or an EAGLE-3 head with --format gguf")
+    encoding = encoding or ENCODING
+    if format_ == "speculators" or eagle:
         from cli.export import export_eagle_gguf, export_speculators
 
         lora = None if name == "draft" else _lora(settings, name)
@@ -203,13 +223,16 @@ def export(
         _export_gguf(settings, store.path(manifest.id), manifest, folder, merged, encoding, force)
     elif folder is not None:
         store.export(manifest.id, folder, force)
-        reader = (
-            "use it with --draft " + str(folder) if manifest.kind == "head" else "for PEFT and anything that reads it"
-        )
+        reader = _used_as_draft(folder) if manifest.kind == "head" else "for PEFT and anything that reads it"
         typer.echo(f"adapter {manifest.id} is in {folder}, {reader}")
     elif merged is not None:
-        write_merged(settings, store.path(manifest.id), manifest, merged, force)
-        typer.echo(f"the draft with adapter {manifest.id} is in {merged}; use it with --draft {merged}")
+        with writing("the draft"):
+            write_merged(settings, store.path(manifest.id), manifest, merged, force)
+        typer.echo(f"the draft with adapter {manifest.id} is in {merged}; {_used_as_draft(merged)}")
+
+
+def _used_as_draft(folder: Path) -> str:
+    return f"use it with --draft {shlex.quote(str(folder))}"
 
 
 def _drafts_by_eagle(settings: Settings) -> bool:
@@ -248,9 +271,12 @@ def as_object(manifest: Manifest, current: str | None) -> dict[str, Any]:
     return {**asdict(manifest), "current": manifest.id == current}
 
 
-def write_merged(settings: Settings, adapter: Path, manifest: Manifest, destination: Path, force: bool) -> None:
+def write_merged(
+    settings: Settings, adapter: Path, manifest: Manifest, destination: Path, force: bool, rows: int | None = None
+) -> None:
     """Write the draft's language model with ``adapter`` merged, and its tokenizer. The dtype is that of the draft's
-    config, or float32 if it names none. Quantised weights are written dequantised.
+    config, or float32 if it names none. Quantised weights are written dequantised. ``rows``: how many rows embedding
+    and vocabulary projection get, None for the draft's own number.
 
     Raises AdaptiveError as ``model_of``, if the draft cannot be loaded, or if ``destination`` is not empty or cannot be
     written.
@@ -262,12 +288,15 @@ def write_merged(settings: Settings, adapter: Path, manifest: Manifest, destinat
     import torch
     from safetensors import SafetensorError
 
+    from adaptive.engines.cpu.torch_threads import set_threads
     from adaptive.engines.hf.language import is_part
     from adaptive.engines.hf.lora import MergedAdapter
     from adaptive.engines.hf.quantised import settings_of
+    from adaptive.engines.hf.rows import set_rows
     from adaptive.engines.load import load_model, read_config, weights_progress
     from adaptive.tokenizers import read_tokenizer
 
+    set_threads(settings.threads)
     config = read_config(source, settings)
     # Saving would reverse what loading did to names and formats, except where the config then describes another model.
     reverse = not is_part(source.folder, config) and not settings_of(config)
@@ -276,6 +305,8 @@ def write_merged(settings: Settings, adapter: Path, manifest: Manifest, destinat
     with weights_progress(lambda share: None):
         model = load_model(dataclasses.replace(source, quantize="none"), settings, "cpu", dtype)
         MergedAdapter(model).apply(adapter)
+        if rows is not None:
+            set_rows(model, rows)
         try:
             model.save_pretrained(destination, save_original_format=reverse)
             tokenizer.save_pretrained(destination)
@@ -325,14 +356,15 @@ def _export_gguf(
     force: bool,
 ) -> None:
     """Write an adapter or a merged draft for llama.cpp's own programs, and print the command that uses it."""
-    from cli.export import check_free, for_llama_server, gguf_or, write_checkpoint
+    from cli.export import check_free, for_llama_server, gguf_or, write_checkpoint, writing
 
     destination = file or merged
     assert destination is not None
     check_free(destination, force)
     source = model_of(settings, manifest)
     if merged is not None:
-        write_checkpoint(source, adapter, merged, encoding, settings)
+        with writing("the draft"):
+            write_checkpoint(source, adapter, merged, encoding, settings)
         typer.echo(f"the draft with adapter {manifest.id} is in {merged}; with llama.cpp's server:")
         typer.echo(for_llama_server(gguf_or(settings.target, "TARGET.gguf"), merged, "draft-simple"))
         return
@@ -362,11 +394,11 @@ def _table(manifests: tuple[Manifest, ...], current: str | None) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    caption = "Held-out acceptance rate, 95% interval of its gain, mean acceptance length."
+    caption = "Held-out acceptance, 95% interval of its gain, tokens a round. Answers: those it was trained on."
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption=caption, caption_justify="left")
     for heading in ("adapter", "status", "recent records", "older records"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("generations", "age"):
+    for heading in ("answers", "age"):
         table.add_column(heading, justify="right", no_wrap=True)
     for manifest in manifests:
         in_use = manifest.id == current
@@ -405,13 +437,13 @@ def _held_out(held: HeldOut | None) -> str:
     return (
         f"{before.mean:.3f} → {after.mean:.3f} ({after.low:.3f} to {after.high:.3f})\n"
         f"gain {held.gain.mean:+.3f} ({held.gain.low:+.3f} to {held.gain.high:+.3f})\n"
-        f"length {held.mean_acceptance_length_before.mean:.2f} → {held.mean_acceptance_length_after.mean:.2f} "
-        f"at {held.draft_length} drafted"
+        f"tokens a round {held.mean_acceptance_length_before.mean:.2f} → "
+        f"{held.mean_acceptance_length_after.mean:.2f} at draft length {held.draft_length}"
     )
 
 
 def _trained_on(manifest: Manifest) -> str:
-    return f"{manifest.trained_on.generations:,} generations\n{manifest.trained_on.tokens:,} tokens"
+    return f"{manifest.trained_on.generations:,} answers\n{manifest.trained_on.tokens:,} tokens"
 
 
 def _age(manifest: Manifest) -> str:

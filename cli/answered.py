@@ -28,13 +28,13 @@ def answered_examples(
     for number, (prompt, answer) in enumerate(zip(prompts, measured.answers, strict=True)):
         said = Choice(pieces=[answer.text], finish_reason=answer.finish_reason)
         output = vocabulary.output(said, answer.tokens)
-        if output is not None and len(output) >= 2:
+        if output is not None and len(output.ids) >= 2:
             found.append(
                 Example(
                     id=number,
                     domain="",
                     prompt=np.array(prompt, np.int32),
-                    output=np.array(output, np.int32),
+                    output=np.array(output.ids, np.int32),
                     sampling=SamplingParams(),
                     limited=answer.finish_reason == "length",
                     supervision=None,

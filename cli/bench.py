@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cli.prompts import PromptLine
 
 
-@shared_options(without=("draft_length", "history", "max_new_tokens", "record"))
+@shared_options(without=("draft_length", "history", "max_new_tokens", "record", "keep_days", "keep_gb", "feature_gb"))
 def bench(
     settings: Settings,
     prompts: Annotated[Optional[Path], typer.Option(help="JSON lines; default: those beside the bundled pair.")] = None,
@@ -86,7 +86,7 @@ def bench(
     else:
         show(rows, Console())
         if verdict is not None:
-            Console(highlight=False).print(verdict, soft_wrap=True)
+            Console(highlight=False).print(verdict, soft_wrap=True, markup=False)
 
 
 def _best(rows: list[Row], name: str) -> float:
@@ -196,8 +196,11 @@ def run(
     logging.set_verbosity_error()  # transformers' assisted generation warns about its own arguments at every round
     # transformers' ``generate`` needs models that transformers has loaded.
     theirs_too = not only_ours and _is_theirs(session.pair.target) and _is_theirs(session.pair.draft)
-    threads = fastest_threads(session.pair, prompts[0]) if theirs_too else 0
-    field = contenders(settings, session, lengths, threads, peer, other)
+    if not only_ours and not theirs_too:
+        console.print("transformers' own generation is left out: it runs no GGUF file and no head")
+    with console.status("measuring before the race"):
+        threads = fastest_threads(session.pair, prompts[0]) if theirs_too else 0
+        field = contenders(settings, session, lengths, threads, peer, other)
     results = track(
         race(field, prompts, tokens),
         "racing",
@@ -220,7 +223,7 @@ def show(rows: list[Row], console: Any) -> None:
 
     shown = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     shown.add_column("", no_wrap=True)
-    for head in ("tokens/s", "speed-up", "tokens/round", "same", "repeated"):
+    for head in ("tokens/s", "speed-up", "tokens\na round", "same", "repeated"):
         shown.add_column(head, justify="right", no_wrap=True)
     for row in rows:
         length = "" if row.mean_acceptance_length is None else f"{row.mean_acceptance_length:.2f}"

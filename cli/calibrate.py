@@ -51,7 +51,7 @@ PROMPTS = (
 )
 
 
-@shared_options(without=("draft_length", "history", "max_new_tokens", "record"))
+@shared_options(without=("draft_length", "history", "max_new_tokens", "record", "keep_days", "keep_gb", "feature_gb"))
 def calibrate(
     settings: Settings,
     prompts: Annotated[
@@ -89,6 +89,8 @@ def calibrate(
 
     console = Console(stderr=True, highlight=False)
     elsewhere = other_settings(settings, other_target, other_draft)
+    if elsewhere is not None and other_draft is None:
+        raise AdaptiveError("--other-target is given without --other-draft; name both")
     verdict = None
     unrecorded = settings.model_copy(update={"record": False, "draft_length": "0"})
     with open_pair(unrecorded, console) as session:
@@ -126,8 +128,6 @@ def calibrate(
             _keep(session, forecast.costs)
         if elsewhere is not None:
             other = load_other(elsewhere, session, console)
-            if other.draft is None:
-                raise AdaptiveError("--other-target is given without --other-draft; name both")
             elsewhere_repeats = measure_repeatedly(other, sampling, console, busy)
             there = predict(elsewhere_repeats.costs, sample, other)
             here = max(forecast.tokens_per_second), settings
@@ -150,7 +150,7 @@ def calibrate(
         Console(highlight=False).print(said, soft_wrap=True)
     if verdict is not None:
         _show(Console(highlight=False), there, {**report, "pair": f"{other.identity.id} ({engines(other)})"})
-        Console(highlight=False).print(verdict, soft_wrap=True)
+        Console(highlight=False).print(verdict, soft_wrap=True, markup=False)
 
 
 def answer_plainly(
@@ -213,7 +213,7 @@ def _report(session: OpenedPair, forecast: Forecast, source: str, repeats: Repea
         "acceptance_from": source,
         "generations": forecast.generations,
         "acceptance": forecast.acceptance,
-        "mean_acceptance_length": forecast.mean_acceptance_length,
+        "tokens_per_round": forecast.tokens_per_round,
         "tokens_per_second": forecast.tokens_per_second,
         "recommended_draft_length": forecast.draft_length,
         "predicted_speed_up": forecast.speed_up,
@@ -231,7 +231,7 @@ def _show(console: Console, forecast: Forecast, report: dict[str, Any]) -> None:
 
     costs, rates = forecast.costs, forecast.tokens_per_second
     table = Table(title=report["pair"], title_justify="left")
-    for name in ("drafted", "draft ms", "verify ms", "tokens/round", "tokens/s"):
+    for name in ("drafted", "draft ms", "verify ms", "tokens\na round", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     for k, rate in enumerate(rates):
@@ -243,7 +243,7 @@ def _show(console: Console, forecast: Forecast, report: dict[str, Any]) -> None:
             f"{k}" if k else "plain",
             f"{(costs.start_s + costs.draft_s * k if k else 0.0) * 1e3:.2f}",
             f"{(costs.verify_s[k] if k else costs.plain_step_s) * 1e3:.2f}",
-            f"{forecast.mean_acceptance_length[k]:.2f}",
+            f"{forecast.tokens_per_round[k]:.2f}",
             f"{rate:.1f}",
             bar,
             style=style,
@@ -251,7 +251,7 @@ def _show(console: Console, forecast: Forecast, report: dict[str, Any]) -> None:
     print_table(console, table, "", "draft ms", "verify ms")
     console.print(
         f"{forecast.acceptance:.0%} of drafted tokens would be accepted ({report['acceptance_from']}, "
-        f"{counted(forecast.generations, 'generation')})."
+        f"{counted(forecast.generations, 'answer')})."
     )
     low, high = forecast.speed_up_interval
     if forecast.draft_length == 0:

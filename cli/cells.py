@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from adaptive.records.history import Figures, History
 
 # Headings of the cells of ``cells``, after the row's key.
-COLUMNS = ("answers", "tokens", "per s", "per round", "accepted", "drafted", "first")
+COLUMNS = ("answers", "tokens", "tokens/s", "tokens\na round", "accepted", "drafted", "first")
 # Headings of the cells of ``position_cells``.
 POSITION_COLUMNS = ("position", "chosen", "observed", "accepted", "acceptance")
 

@@ -94,7 +94,7 @@ def _retry(chat: Chat, said: str) -> None:
 
 def _undo(chat: Chat, said: str) -> None:
     question = chat.talk.take_back()
-    chat.note("nothing has been asked yet" if question is None else f"forgot: {question}")
+    chat.note("nothing has been asked yet" if question is None else f"{_taken_out(chat)}: {question}")
 
 
 def _more(chat: Chat, said: str) -> None:
@@ -102,8 +102,15 @@ def _more(chat: Chat, said: str) -> None:
 
 
 def _forget(chat: Chat, said: str) -> None:
-    forgot = chat.talk.forget_oldest()
-    chat.note("forgot the oldest question and its answer" if forgot else "there is nothing but the last question")
+    if chat.talk.forget_oldest():
+        chat.note(f"{_taken_out(chat)}: the oldest question and its answer")
+    else:
+        chat.note("there is nothing but the last question")
+
+
+def _taken_out(chat: Chat) -> str:
+    kept = "" if chat.opened.assistant.log is None else " (the log keeps it)"
+    return f"taken out of the conversation{kept}"
 
 
 def _save(chat: Chat, said: str) -> None:
@@ -115,7 +122,10 @@ def _save(chat: Chat, said: str) -> None:
 
 
 def _load(chat: Chat, said: str) -> None:
-    chat.talk.load(_file(said, "/load talk.json"))
+    file = _file(said, "/load talk.json")
+    there = chat.talk.load(file)
+    if there > 1:
+        chat.note(f"{file} holds {there} conversations; this is the first")
     chat.begin_session()
     chat.show_last()
 
@@ -195,10 +205,10 @@ def _exit(chat: Chat, said: str) -> bool:
 COMMANDS = {
     "/help": Command("", "this list", _help),
     "/retry": Command("", "answer the last question again", _retry),
-    "/undo": Command("", "forget the last question and its answer", _undo),
+    "/undo": Command("", "take the last question and its answer out of the conversation", _undo),
     "/more": Command("", "go on with an answer that was cut", _more),
-    "/forget": Command("", "forget the oldest question and its answer", _forget),
-    "/reset": Command("", "forget all of the conversation and start a new session", _reset),
+    "/forget": Command("", "take the oldest question and its answer out of the conversation", _forget),
+    "/reset": Command("", "leave this conversation and start a new session", _reset),
     "/system": Command("[TEXT|off]", "show or change the system message", _system),
     "/set": Command("[NAME VALUE]", "show or change sampling, as in /set temperature 0.2", _set),
     "/save": Command("FILE", "keep the conversation in a file", _save),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cli.chat_input import Keyboard
     from cli.talk import Talk
 
-# Share of the context that the conversation may take after its oldest turns were forgotten; the rest is for new turns.
+# Share of the context that the conversation may take after its oldest turns were taken out; the rest is for new turns.
 FORGET_TO = 0.5
 # Seconds of prefill after which a status line is shown. Too low: a line flickers before each answer.
 SAID_AFTER_S = 0.5
@@ -79,13 +79,14 @@ class Chat:
         from cli.chat_display import titled
 
         pair, assistant = self.opened.pair, self.opened.assistant
+        alone = "plain decoding" if assistant.history is None else "drafted from earlier text only"
         drafting = f"adapter {assistant.adapter}" if assistant.adapter else "no adapter yet"
         if pair.remote is not None:
             drafting = f"drafted by {pair.remote.hello.id} at {pair.remote.url}, which is not trained from here"
         elif pair.draft is None:
-            drafting = "no draft model: plain decoding"
+            drafting = f"no draft model: {alone}"
         elif growing(pair):
-            drafting = "plain decoding, until a head has been grown from what is said"
+            drafting = f"{alone}, until a head has been trained on what is said"
         elif isinstance(pair.draft, ReadsFeatures) and assistant.adapter is None:
             drafting = f"drafted by {pair.draft.words}"
         self.console.print(titled(pair.identity.id, f"{drafting} · session {self.name} · /help", "dim"))
@@ -116,8 +117,8 @@ class Chat:
                 shown.close()
 
     def ask(self, text: str) -> bool:
-        """Ask and show the answer; returns whether there was one. If the conversation no longer fits, forget its oldest
-        turns if the user agrees.
+        """Ask and show the answer; returns whether there was one. If the conversation no longer fits, its oldest turns
+        are taken out if the user agrees.
 
         Raises AdaptiveError only with piped input, since a user who types can ask something else."""
         from adaptive.errors import ContextFullError
@@ -138,7 +139,7 @@ class Chat:
             return True
 
     def _makes_room(self, text: str) -> bool:
-        """Forget the oldest turns, if the user agrees, until the conversation and ``text`` fit."""
+        """Take out the oldest turns, if the user agrees, until the conversation and ``text`` fit."""
         from cli.talk import Talk
 
         shorter = Talk(None, tuple(self.talk.messages))
@@ -148,8 +149,9 @@ class Chat:
         forgotten = len(self.talk.turns) - len(shorter.turns)
         assert self.keyboard is not None
         helps = forgotten and self._fits(shorter, text)
-        self.note("/reset begins anew, /forget drops the oldest question and its answer")
-        if not helps or not self.keyboard.agrees(f"Forget the oldest {counted(forgotten, 'message')} and ask again?"):
+        self.note("/reset begins anew, /forget takes the oldest question and its answer out of the conversation")
+        question = f"Take the oldest {counted(forgotten, 'message')} out of the conversation and ask again?"
+        if not helps or not self.keyboard.agrees(question):
             return False
         self.talk = shorter
         return True

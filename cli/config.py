@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -19,7 +20,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Every setting with its value and its source: the environment, the settings file, or the default.
+    """Every setting with its value and its source: the environment, a settings file, or the default.
 
     A flag of a command wins over all of them, and is not seen here.
 
@@ -27,19 +28,22 @@ def show(
 
     Example: adaptive config show --config server.toml
     """
-    from adaptive.settings import load_settings
-    from adaptive.settings_file import config_file
+    from adaptive.settings import settings_from
+    from adaptive.settings_file import config_files
 
     # The values are only shown, not used, so a doubtful file needs no confirmation.
-    file = config_file(config)
-    values = load_settings({}, file).model_dump(mode="json")
-    sources = _sources(list(values), file, trusted=config is not None)
+    files = config_files(config)
+    values = settings_from({}, files).model_dump(mode="json")
+    sources = _sources(list(values), files, trusted=config is not None)
     if as_json:
         found = {name: {"value": value, "source": sources[name]} for name, value in values.items()}
         typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
+
+    from adaptive.printable import printable_line
 
     table = Table(box=None, pad_edge=False)
     for head in ("setting", "value", "from"):
@@ -47,25 +51,22 @@ def show(
     for name, value in values.items():
         given = sources[name] != "default"
         said = "not set" if value is None else json.dumps(value) if isinstance(value, bool) else str(value)
-        table.add_row(name, said, sources[name], style=None if given else "dim")
+        # They may be those of somebody else's file.
+        shown = (escape(printable_line(text)) for text in (said, sources[name]))
+        table.add_row(name, *shown, style=None if given else "dim")
     Console(highlight=False).print(table)
 
 
-def _sources(names: list[str], file: Path | None, trusted: bool) -> dict[str, str]:
-    """The source of each setting, by the precedence of ``load_settings``. For a file that is not ``trusted`` as a
+def _sources(names: list[str], files: Sequence[Path], trusted: bool) -> dict[str, str]:
+    """The source of each setting, by the precedence of ``load_settings``. For files that are not ``trusted`` as a
     whole, settings that need a confirmation are marked."""
     from adaptive.settings import set_in_environment, written_in
     from adaptive.settings_file import doubtful
 
     environment = set_in_environment()
-    written = {} if file is None else written_in(file)
-    asked = {} if file is None or trusted else doubtful(file, written, environment)
-
-    def source(name: str) -> str:
-        if name in environment:
-            return f"ADAPTIVE_{name.upper()}"
-        if name in asked:
-            return f"{file} (asked about before it is used)"
-        return str(file) if name in written else "default"
-
-    return {name: source(name) for name in names}
+    found = dict.fromkeys(names, "default")
+    for file in files:
+        written = written_in(file)
+        asked = {} if trusted else doubtful(file, written, environment)
+        found |= {name: f"{file} (asked about before it is used)" if name in asked else str(file) for name in written}
+    return found | {name: f"ADAPTIVE_{name.upper()}" for name in environment}

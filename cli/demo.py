@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import tempfile
 import time
 from collections.abc import Iterator
@@ -40,6 +41,8 @@ TEMPERATURE = 0.7
 COMPARED = 10
 # Seconds that a head may train. Too high: the demo exceeds its four minutes on a slow machine.
 HEAD_SECONDS = 60.0
+# Label of the draft without an adapter.
+UNTRAINED = "draft, no adapter"
 # The gain of a head of the bundled target from more answers (docs/notes/2026-11-heads.md).
 MORE = "on grade-school maths it came to 2.17 tokens a round after 100 answers and to 2.52 after 300"
 
@@ -51,7 +54,7 @@ def demo(
         Optional[Path], typer.Option(help="Keep the logs, the adapter and the head in this folder.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="What it came to as one JSON object; the tour goes to standard error.")
+        bool, typer.Option("--json", help="What it came to as one JSON object; all else goes to standard error.")
     ] = False,
 ) -> None:
     """A guided run: plain decoding, speculative, distil on what was said, grow a head on the same, speculative again.
@@ -75,9 +78,10 @@ def demo(
         tour = Tour(settings.model_copy(update=fixed), console)
         tour.run()
     seconds = time.monotonic() - began
-    console.print(f"[dim]The tour took {seconds / 60:.1f} minutes.[/]")
+    console.print(f"The demo took {seconds / 60:.1f} minutes.", style="dim")
     if keep:
-        console.print(f"[dim]What it made is kept: adaptive history --state-dir {keep}[/]")
+        command = shlex.join(["adaptive", "history", "--state-dir", str(keep)])
+        console.print(f"What it made is kept: {command}", style="dim", markup=False, soft_wrap=True)
     if as_json:
         print(json.dumps({**tour.as_object(), "seconds": seconds}, ensure_ascii=False))
 
@@ -99,7 +103,7 @@ class Tour:
         self.pair = ""
         self.logged_before = 0  # the last record from before this demo
         self.before: list[Tally] = []
-        self.after: list[Tally] = []  # empty if nothing better than the original draft was trained
+        self.after: list[Tally] = []  # empty if nothing better than the draft without an adapter was trained
         self.training: DistillOutcome | None = None
         self.growing: DistillOutcome | None = None
         self.same: int | None = None  # greedy answers that were equal in all ways
@@ -128,7 +132,7 @@ class Tour:
 
         with open_pair(self.settings, self.console) as session, contextlib.ExitStack() as more:
             if session.pair.draft is None:
-                raise AdaptiveError("the demo needs a draft; name one with --draft")
+                raise AdaptiveError("the demo needs a draft that runs and is trained here; name a model with --draft")
             self.pair = session.pair.identity.id
             self.ways["draft"] = Way.of(session, KIND)
             self._say(
@@ -136,7 +140,7 @@ class Tour:
                 "trained on, are answered in turn by the target alone (plain) and with the draft. It guesses "
                 f"{DRAFT_LENGTH} tokens a round; the target accepts those before the first wrong one and adds its own."
             )
-            self.before = [Tally("plain", 0), Tally("draft as it came", DRAFT_LENGTH)]
+            self.before = [Tally("plain", 0), Tally(UNTRAINED, DRAFT_LENGTH)]
             self._compare(self.before)
             self._say(
                 f"[bold]2. Use it.[/] {len(self.learned)} other questions are answered, as in a session. The log keeps "
@@ -161,7 +165,7 @@ class Tour:
             self._next()
 
     def _ways_after(self, adapter: str | None, head: str | None) -> Iterator[Tally]:
-        yield from (Tally("plain", 0), Tally("draft as it came", DRAFT_LENGTH))
+        yield from (Tally("plain", 0), Tally(UNTRAINED, DRAFT_LENGTH))
         for length in (DRAFT_LENGTH, None) if adapter else ():
             yield Tally("draft distilled", length, adapter=adapter)
         made = None if self.growing is None else self.growing.manifest
@@ -243,6 +247,8 @@ class Tour:
 
     def _grow(self, session: OpenedPair, stay: contextlib.ExitStack) -> str | None:
         """The id of the head that the gate promoted, or None. The head stays open until ``stay`` ends."""
+        from rich.markup import escape
+
         from cli.demo_head import HeadStep
         from trainers.recipe import Recipe
 
@@ -257,7 +263,7 @@ class Tour:
                 step.learn_from(self.logged_before, lambda done: progress.update(task, completed=done))
             self.growing = step.grow(Recipe(draft_length=DRAFT_LENGTH, max_seconds=HEAD_SECONDS), self.console)
         except AdaptiveError as error:
-            self.console.print(f"[yellow]No head is grown here:[/] {error}")
+            self.console.print(f"[yellow]No head is grown here:[/] {escape(str(error))}")
             return None
         self._verdict(self.growing)
         head = promoted(self.growing)
@@ -268,9 +274,11 @@ class Tour:
 
     def _verdict(self, outcome: DistillOutcome) -> None:
         """Print the gate's verdict."""
+        from rich.markup import escape
+
         made, took = outcome.manifest, f"[dim]({outcome.seconds:.0f} s)[/]"
         if made is None or made.recent is None or promoted(outcome) is None:
-            self.console.print(f"{outcome.message} More answers teach it more. {took}")
+            self.console.print(f"{escape(outcome.message)} More answers teach it more. {took}")
             return
         was, now = made.recent.acceptance_before.mean, made.recent.acceptance_after.mean
         self.console.print(
@@ -302,7 +310,7 @@ class Tour:
         """Print the last table's results in words."""
         plain, before, *made = self.after
         words = {"draft": "the draft distilled", "head": "the head"}
-        yields, faster = [f"{before.tokens_per_round:.2f} with the draft as it came"], []
+        yields, faster = [f"{before.tokens_per_round:.2f} with the draft without an adapter"], []
         for tally in made:
             if tally.draft_length is not None:
                 yields.append(f"{tally.tokens_per_round:.2f} with {words[tally.drafter]}")

@@ -19,7 +19,7 @@ GRAM = 8
 class Tally:
     """One way of decoding, and its figures over all its answers so far.
 
-    ``drafter`` is the pair's draft or the grown head; ``adapter`` the training it uses, None for the original draft.
+    ``drafter`` is the pair's draft or the grown head; ``adapter`` the training it uses, None for none.
     ``draft_length`` None leaves the length to the controller.
     """
 

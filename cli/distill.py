@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -56,7 +57,7 @@ def distill(
     records: Annotated[
         Optional[int],
         typer.Option(
-            help="Newest generations to learn from; by default 2,000, or all that --prompts asks for.",
+            help="Newest records to learn from; by default 2,000, or all that --prompts asks for.",
             rich_help_panel=TRAINING,
         ),
     ] = None,
@@ -107,25 +108,26 @@ def distill(
     """
     if no_promote and force:
         raise AdaptiveError("--no-promote and --force contradict each other; give one of them")
-    from adaptive.remote import untrained
+    from rich.console import Console
+
+    # Of processes that torchrun has started, only the first one speaks.
+    console = Console(stderr=as_json, highlight=False, quiet=os.environ.get("RANK", "0") != "0")
+    if prompts is None:
+        wait(spins=0)  # beside another busy process, a training step takes tenths of seconds; with spinning, seconds
+    with console.status("starting"):
+        from adaptive.remote import untrained
+        from trainers import processes
 
     elsewhere = untrained(settings)
     if elsewhere is not None:
         raise AdaptiveError(elsewhere)
-    if prompts is None:
-        wait(spins=0)  # beside another busy process, a training step takes tenths of seconds; with spinning, seconds
     recipe = _recipe(settings, records, epochs, max_seconds, rank, lr, loss, rehearsed, from_current)
     promotion: Promotion = "never" if no_promote else "force" if force else "gate"
-
-    from rich.console import Console
-
-    from trainers import processes
-
     settings = settings.model_copy(update={"draft_device": processes.join(settings.draft_device or settings.device)})
     if prompts is not None and processes.count() > 1:
         raise AdaptiveError("--prompts answers in one process; run `adaptive generate --prompts` first, then distil")
     speaks = processes.first()
-    console = Console(stderr=as_json, highlight=False, quiet=not speaks)
+    console.quiet = not speaks
     asked = None if prompts is None else _prompts(prompts)
     if asked is not None and records is None:
         recipe = replace(recipe, buffer=max(recipe.buffer, len(asked)))
@@ -158,22 +160,28 @@ def run(
     """
     # PEFT imports bitsandbytes, which warns about a missing 4-bit kernel; nothing here uses 4 bits.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    from adaptive.pair import load_draft_for_training, load_tokenizer, pair_identity
-    from adaptive.records.deletion import finish
-    from adaptive.records.features import spool_of
-    from adaptive.state import open_state
-    from checkpoints.store import AdapterStore
-    from trainers import processes
-    from trainers.dataset import read_log
-    from trainers.lock import only_trainer
-    from trainers.rehearsal import rehearsal_of
-    from trainers.run import distill as train
-    from trainers.run import tidy
+    from rich.markup import escape
 
+    with console.status("starting"):
+        from adaptive.engines.cpu.torch_threads import set_threads
+        from adaptive.pair import load_draft_for_training, load_tokenizer, pair_identity
+        from adaptive.records.deletion import finish
+        from adaptive.records.features import spool_of
+        from adaptive.state import open_state
+        from checkpoints.store import AdapterStore
+        from trainers import processes
+        from trainers.dataset import read_log
+        from trainers.lock import only_trainer
+        from trainers.rehearsal import rehearsal_of
+        from trainers.run import distill as train
+        from trainers.run import tidy
+
+    if processes.count() == 1:  # several have the number that their launcher gave each
+        set_threads(settings.threads)
     identity = pair_identity(settings)
     state = open_state(settings.state_dir, identity.id)
     if processes.first() and (left := finish(state)):
-        console.print(f"[yellow]note:[/] {left}")
+        console.print(f"[yellow]note:[/] {escape(left)}")
     if extra is None and not state.records.exists():
         read_log(state.records, recipe.buffer)
     store = AdapterStore(state.adapters)
@@ -315,10 +323,11 @@ def _left(seconds: float) -> str:
 
 def show(outcome: DistillOutcome, settings: Settings, console: Console) -> None:
     """Print figures before and after, the verdict in one sentence, and the next command."""
+    from rich.markup import escape
     from rich.table import Table
 
     for note in outcome.notes:
-        console.print(f"[yellow]note:[/] {note}")
+        console.print(f"[yellow]note:[/] {escape(note)}")
     if len(outcome.attempts) > 1:
         console.print(_attempts_table(outcome))
     if outcome.verdict is not None:
@@ -329,22 +338,22 @@ def show(outcome: DistillOutcome, settings: Settings, console: Console) -> None:
             if figures is not None:
                 _add_rows(table, name, figures)
         console.print(table)
-    console.print(outcome.message, style="green" if _promoted(outcome) else None)
+    console.print(outcome.message, style="green" if _promoted(outcome) else None, markup=False)
     paid = break_even(outcome, settings)
     if paid is not None:
         console.print(paid)
     console.print(
-        f"[dim]{counted(outcome.train_generations, 'generation')} trained on, {outcome.steps} steps "
+        f"[dim]{counted(outcome.train_generations, 'answer')} trained on, {outcome.steps} steps "
         f"(best: {outcome.best_step}), {outcome.train_seconds:.0f} s of training, {outcome.seconds:.0f} s in all.[/]"
     )
-    console.print(f"Next: {_next_command(outcome, settings)}", soft_wrap=True)
+    console.print(f"Next: {_next_command(outcome, settings)}", soft_wrap=True, markup=False)
 
 
 def _attempts_table(outcome: DistillOutcome) -> Any:
     """The recipes of ``--compare`` side by side, on the validation prompts that chose between them."""
     from rich.table import Table
 
-    table = Table(title=f"Recipes on {outcome.validation_generations} validation generations", title_justify="left")
+    table = Table(title=f"Recipes on {outcome.validation_generations} validation answers", title_justify="left")
     for column in ("recipe", "acceptance", "steps", "seconds"):
         table.add_column(column, justify="left" if column == "recipe" else "right")
     first = outcome.attempts[0].recipe
@@ -391,7 +400,7 @@ def _promoted(outcome: DistillOutcome) -> bool:
 
 
 def _add_rows(table: Any, name: str, figures: HeldOut) -> None:
-    """Acceptance and mean acceptance length of one held-out set."""
+    """Acceptance and tokens a round of one held-out set."""
     lengths = figures.mean_acceptance_length_before, figures.mean_acceptance_length_after
     table.add_row(
         f"{name}: acceptance (answers to {counted(figures.generations, 'prompt')})",
@@ -442,7 +451,11 @@ def as_object(outcome: DistillOutcome) -> dict[str, Any]:
         "seconds": outcome.seconds,
         "notes": list(outcome.notes),
         "attempts": [
-            {"recipe": a.recipe.to_json(), "validation_acceptance": a.fit.acceptance, "steps": a.fit.steps}
+            {
+                "recipe": a.recipe.to_json(),
+                "validation_acceptance": a.fit.acceptance if a.fit.acceptance >= 0 else None,  # stopped before any
+                "steps": a.fit.steps,
+            }
             for a in outcome.attempts
         ],
     }

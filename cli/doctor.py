@@ -37,7 +37,10 @@ def doctor(settings: Settings, as_json: Annotated[bool, typer.Option("--json", h
 
     Example: adaptive doctor --target ./my-target --draft ./my-draft --json
     """
-    findings = list(examine(settings))
+    from rich.console import Console
+
+    with Console(stderr=True).status("looking at this machine and at the pair"):
+        findings = list(examine(settings))
     broken = [finding for finding in findings if finding.status == "broken"]
     if as_json:
         report = {"ok": not broken, "findings": [asdict(finding) for finding in findings]}

@@ -16,15 +16,20 @@ from cli.options import shared_options
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rich.status import Status
+
     from adaptive.pair import Source
     from adaptive.settings import Settings
 
+# Encoding of the weights in a GGUF file if none is named.
+ENCODING = "bf16"
 
-@shared_options("target", "draft", "revision", "draft_revision", "trust_remote_code")
+
+@shared_options("target", "draft", "revision", "draft_revision", "trust_remote_code", without=("home",))
 def export(
     settings: Settings,
     folder: Annotated[Path, typer.Argument(help="Where the files go.")],
-    encoding: Annotated[str, typer.Option(help="Weights as f32, f16, bf16 or q8_0.")] = "bf16",
+    encoding: Annotated[str, typer.Option(help="Weights as f32, f16, bf16 or q8_0.")] = ENCODING,
     force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -64,15 +69,24 @@ def export(
         return
     for file in written.values():
         typer.echo(f"{file}  {file.stat().st_size / 1e6:.1f} MB")
-    typer.echo(f"Next: {next_command(written, pair.get('draft'))}")
+    typer.echo(f"Next: {next_command(written, pair.get('draft'), settings.draft_revision)}")
 
 
-def next_command(written: dict[str, Path], draft: Source | None) -> str:
+def next_command(written: dict[str, Path], draft: Source | None, revision: str | None = None) -> str:
     """The command that the user most likely needs next."""
-    command = f"adaptive chat --target {written['target']}"
+    words = ["adaptive", "chat", "--target", str(written["target"])]
     if draft is not None:
-        command += f" --draft {written['draft']} --draft-checkpoint {draft.id}"
-    return command
+        words += ["--draft", str(written["draft"]), "--draft-checkpoint", draft.id]
+        words += [] if revision is None else ["--draft-revision", revision]
+    return shlex.join(words)
+
+
+def writing(what: str) -> Status:
+    """A context manager that shows that ``what`` is written. Nothing may be printed in it: rich would divert that to
+    standard error."""
+    from rich.console import Console
+
+    return Console(stderr=True).status(f"writing {what}")
 
 
 def check_free(file: Path, force: bool) -> None:
@@ -106,12 +120,14 @@ def write_checkpoint(
     import torch
     from transformers.utils import logging
 
+    from adaptive.engines.cpu.torch_threads import set_threads
     from adaptive.engines.hf.lora import MergedAdapter
     from adaptive.engines.llamacpp.write import write_model
     from adaptive.engines.load import load_model, read_config
     from adaptive.tokenizers import read_tokenizer
 
     check_encoding(encoding)
+    set_threads(settings.threads)
     trust = settings.trust_remote_code
     logging.disable_progress_bar()
     tokenizer = read_tokenizer(source, trust)
@@ -153,7 +169,8 @@ def export_speculators(settings: Settings, adapter: Path | None, folder: Path, f
 
     target, draft = eagle_of(settings, "--format speculators")
     check_destination(folder, force)
-    write_speculators(draft.folder, target.folder, target.id, folder, adapter)
+    with writing("the head"):
+        write_speculators(draft.folder, target.folder, target.id, folder, adapter)
     typer.echo(f"the head {draft.id}{' with the adapter' if adapter else ''} is in {folder}; with vLLM:")
     typer.echo(for_vllm(target.id, folder))
 
@@ -184,7 +201,8 @@ def export_eagle_gguf(settings: Settings, adapter: Path | None, file: Path, enco
     """
     target, draft = eagle_of(settings, "--format gguf of a head")
     check_free(file, force)
-    write_eagle_gguf(settings, target, draft.folder, adapter, file, encoding)
+    with writing("the head"):
+        write_eagle_gguf(settings, target, draft.folder, adapter, file, encoding)
     typer.echo(f"the head {draft.id}{' with the adapter' if adapter else ''} is in {file}; with llama.cpp's server:")
     typer.echo(for_llama_server("TARGET.gguf", file, "draft-eagle3"))
 

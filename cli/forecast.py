@@ -31,16 +31,18 @@ STEPS = 1000
 class Forecast:
     """The prediction for every draft length from 0, and the conclusions.
 
-    ``acceptance`` is the mean over all positions. ``mean_acceptance_length`` and ``tokens_per_second`` have an entry
-    for every length. ``speed_up`` is that of ``draft_length`` over plain decoding; its 95% interval covers the choice
-    of generations and the time of the measurements. ``break_even`` is the acceptance (equal at all positions) below
-    which no length pays. ``by_acceptance`` has (acceptance, best length, its speed-up) for some acceptances.
+    ``acceptance`` is the mean over all positions. ``tokens_per_round`` and ``tokens_per_second`` have an entry for
+    every length; they are those of whole generations: the last round of each may draft in vain, and the draft reads
+    each prompt. ``speed_up`` is that of ``draft_length`` over plain decoding; its 95% interval covers the choice of
+    generations and the time of the measurements. ``break_even`` is the acceptance (equal at all positions) below which
+    no length pays. ``by_acceptance`` has (acceptance, best length, its speed-up) for some acceptances. Both are of
+    generations without an end.
     """
 
     costs: CostTable
     generations: int
     acceptance: float
-    mean_acceptance_length: tuple[float, ...]
+    tokens_per_round: tuple[float, ...]
     tokens_per_second: tuple[float, ...]
     draft_length: int
     speed_up: float
@@ -54,8 +56,10 @@ def predict(repeats: Sequence[CostTable], sample: Sequence[Example], pair: Pair)
 
     ``repeats`` are independent measurements; a single one gives no variation of the machine.
     """
+    import numpy as np
+
     from adaptive.control.costs import LONGEST, CostModel
-    from trainers.replay import acceptance_rate, expected_rounds, mean_acceptance_length, replay_on
+    from trainers.replay import acceptance_rate, expected_rounds, replay_on
 
     assert pair.draft is not None
     replays, costs = replay_on(pair.draft, sample), typical(repeats)
@@ -68,8 +72,10 @@ def predict(repeats: Sequence[CostTable], sample: Sequence[Example], pair: Pair)
 
     model, lengths = at_context(costs), range(LONGEST + 1)
     seconds = [model.round(k) for k in lengths]
-    tokens = [mean_acceptance_length(replays, k) if k else 1.0 for k in lengths]
-    rates = [model.with_tokens(tokens[k] / seconds[k]) for k in lengths]
+    decoded, prompts = sum(r.positions for r in replays), sum(len(e.prompt) for e in sample)
+    rounds = [decoded, *(float(expected_rounds(replays, k)[1].sum()) for k in lengths[1:])]
+    reading = [0.0, *(model.draft(0, prompts) for _ in lengths[1:])]
+    rates = [model.with_tokens(decoded / (rounds[k] * seconds[k] + reading[k])) for k in lengths]
     best = max(lengths, key=rates.__getitem__)
 
     def at(acceptance: float) -> tuple[int, float]:
@@ -81,12 +87,13 @@ def predict(repeats: Sequence[CostTable], sample: Sequence[Example], pair: Pair)
     interval = (1.0, 1.0)
     if best:
         models = [at_context(table) for table in repeats]
-        interval = speed_up_interval(models, *expected_rounds(replays, best), best, rates[best] / rates[0])
+        each = np.array([r.positions for r in replays], float), expected_rounds(replays, best)[1]
+        interval = speed_up_interval(models, *each, best, rates[best] / rates[0])
     return Forecast(
         costs=costs,
         generations=len(replays),
         acceptance=acceptance_rate(replays),
-        mean_acceptance_length=tuple(tokens),
+        tokens_per_round=tuple(decoded / number for number in rounds),
         tokens_per_second=tuple(rates),
         draft_length=best,
         speed_up=rates[best] / rates[0],
@@ -98,7 +105,7 @@ def predict(repeats: Sequence[CostTable], sample: Sequence[Example], pair: Pair)
 
 def speed_up_interval(
     repeats: Sequence[CostModel],
-    accepted: npt.NDArray[np.float64],
+    decoded: npt.NDArray[np.float64],
     rounds: npt.NDArray[np.float64],
     length: int,
     predicted: float,
@@ -106,7 +113,7 @@ def speed_up_interval(
     """The 2.5th and 97.5th percentile of the speed-up at draft ``length`` that another run, over other texts, would
     measure.
 
-    Generations (G,), with the tokens ``accepted`` and the ``rounds`` of each, are resampled with replacement. The
+    Generations (G,), with the tokens ``decoded`` in the ``rounds`` of each, are resampled with replacement. The
     machine in another run is assumed to differ from the mean of ``repeats`` as these differ from each other, with the
     tails of so small a sample (Student's t). A round takes at least as long as a plain step, so no speed-up exceeds the
     tokens of a round.
@@ -115,8 +122,8 @@ def speed_up_interval(
 
     rng = np.random.default_rng(0)
     drawn = rng.integers(0, len(rounds), (RESAMPLES, len(rounds)))
-    tokens = 1 + accepted[drawn].sum(1) / rounds[drawn].sum(1)
-    middle = 1 + accepted.sum() / rounds.sum()
+    tokens = decoded[drawn].sum(1) / rounds[drawn].sum(1)
+    middle = decoded.sum() / rounds.sum()
     gains = np.log([m.with_tokens(middle / m.round(length)) * (m.round(0) + m.token_s * m.speed) for m in repeats])
     off = np.zeros(RESAMPLES)
     if len(repeats) > 1:

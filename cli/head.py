@@ -26,20 +26,27 @@ if TYPE_CHECKING:
     from trainers.recipe import Recipe
 
 
-@shared_options()
+# What has no part in the training of a head: how answers are decoded, drafted and logged.
+NO_PART = (
+    "draft_device", "draft_quantize", "cuda_graphs", "history", "max_new_tokens", "temperature", "top_k", "top_p",
+    "min_p", "record", "keep_days", "keep_gb", "feature_gb",
+)  # fmt: skip
+
+
+@shared_options(without=NO_PART)
 def head(
     settings: Settings,
     folder: Annotated[Path, typer.Argument(help="Where the head goes.")],
     data: Annotated[
         Optional[Path], typer.Option(help="Learn from chat messages too: JSON lines of messages.", metavar="FILE")
     ] = None,
-    records: Annotated[Optional[int], typer.Option(help="Newest generations to learn from; 2,000 by default.")] = None,
+    records: Annotated[Optional[int], typer.Option(help="Newest records to learn from; 2,000 by default.")] = None,
     epochs: Annotated[Optional[float], typer.Option(help="Times over the training set, at most.")] = None,
     max_seconds: Annotated[Optional[float], typer.Option(help="Seconds of training, at most.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over a head that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Grow an EAGLE-3 head for the target on what it said, for vLLM, SGLang and llama-server.
+    """Grow an EAGLE-3 head for the target on what it said, for vLLM and llama-server.
 
     It reads the log of the pair and computes the target's hidden states from its checkpoint. The head in FOLDER is in
     the format of the speculators library; it is also a draft here (--draft FOLDER), where it learns further. ctrl-C
@@ -54,11 +61,15 @@ def head(
     wait(spins=0)
     from rich.console import Console
 
-    from adaptive.engines.head.speculators import check_other_weights
-    from checkpoints.folder import check_destination, check_writable
-    from trainers.recipe import Recipe
-    from trainers.replay import Stopped
+    console = Console(stderr=as_json, highlight=False)
+    with console.status("starting"):
+        from adaptive.engines.cpu.torch_threads import set_threads
+        from adaptive.engines.head.speculators import check_other_weights
+        from checkpoints.folder import check_destination, check_writable
+        from trainers.recipe import Recipe
+        from trainers.replay import Stopped
 
+    set_threads(settings.threads)
     check_destination(folder, force)
     check_writable(folder)
     check_other_weights(folder)
@@ -71,7 +82,6 @@ def head(
         "draft_length": int(length) if length.isdecimal() and int(length) > 0 else None,
     }
     recipe = Recipe(**{name: value for name, value in asked.items() if value is not None})
-    console = Console(stderr=as_json, highlight=False)
     try:
         target, grown = _grow(settings, folder, recipe, data, console)
     except Stopped:
@@ -91,15 +101,17 @@ def _grow(
     """Read the log and the ``data``, load the target, and grow the head, with a progress bar on ``console``. Raises
     AdaptiveError and Stopped."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as in ``cli.distill.run``
-    from adaptive.engines.budget import check
-    from adaptive.engines.load import load_model, read_config, weights_progress
-    from adaptive.pair import pair_identity, sources
-    from adaptive.state import open_state
-    from cli.distill import chats_of, progress_bar, stoppable
-    from trainers.batches import output_limit
-    from trainers.eagle import grow
-    from trainers.sets import gather
-    from trainers.states import most_bytes
+    with console.status("starting"):
+        from adaptive.engines.budget import check
+        from adaptive.engines.load import load_model, read_config, weights_progress
+        from adaptive.pair import pair_identity, sources
+        from adaptive.state import open_state
+        from cli.distill import chats_of, progress_bar, stoppable
+        from cli.state import tell_of_earlier_log
+        from trainers.batches import output_limit
+        from trainers.eagle import grow
+        from trainers.sets import gather
+        from trainers.states import most_bytes
 
     target, _ = sources(settings)
     if target.gguf is not None:
@@ -112,6 +124,7 @@ def _grow(
     check(target, None, False, settings)
     identity = pair_identity(settings)
     state = open_state(settings.state_dir, identity.id)
+    tell_of_earlier_log(settings, state)
     limit = output_limit(read_config(target, settings))
     extra = None if data is None else chats_of(settings, data)
     sets, _ = gather(state.records, extra, None, recipe, identity.base, limit, None)
@@ -158,7 +171,7 @@ def _show(settings: Settings, folder: Path, grown: Grown, target: Source, recipe
         )
     fit = grown.fit
     console.print(
-        f"[dim]{counted(grown.train_generations, 'generation')} trained on, {fit.steps} steps (best: {fit.best_step}), "
+        f"[dim]{counted(grown.train_generations, 'answer')} trained on, {fit.steps} steps (best: {fit.best_step}), "
         f"{fit.seconds:.0f} s of training.[/]"
     )
     ours = shlex.join(["adaptive", "serve", "--target", target.id, "--draft", str(folder)])

@@ -53,7 +53,9 @@ def history(
     by: Annotated[Grouping, typer.Option(help="What one row of the table is.")] = Grouping.adapter,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="The table as CSV.")] = False,
-    html: Annotated[Optional[Path], typer.Option(help="Write a report to FILE; it needs no network.")] = None,
+    html: Annotated[
+        Optional[Path], typer.Option(help="Write a report to FILE, in place of one that is there; it needs no network.")
+    ] = None,
 ) -> None:
     """Show acceptance and speed over time, and the swaps of the draft's adapter.
 
@@ -73,7 +75,8 @@ def history(
         from cli.report import write_report
 
         write_report(overview(state, by.of_rows), state.root.name, by.of_rows, html)
-        typer.echo(f"adaptive: wrote {html}", err=True)
+        rows = "rows by adapter, and the positions below them" if by is Grouping.position else f"rows by {by.value}"
+        typer.echo(f"adaptive: wrote {html} ({rows})", err=True)
         if not (as_json or as_csv):
             return
     from adaptive.promotions import load

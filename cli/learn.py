@@ -74,7 +74,7 @@ def learn(
     from adaptive.pair import pair_identity, sources
     from adaptive.state import open_state
     from adaptive.upstream import server
-    from cli.state import show_migrations
+    from cli.state import show_migrations, tell_of_earlier_log
 
     url, kind = server.checked_url(upstream), server.checked_kind(engine)
     draft = sources(settings)[1]
@@ -85,4 +85,5 @@ def learn(
         )
     show_migrations()
     state = open_state(settings.state_dir, pair_identity(settings).id)
+    tell_of_earlier_log(settings, state)
     server.learn(settings, state, url, kind, connections, model)

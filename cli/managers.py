@@ -28,8 +28,12 @@ Restart=on-failure
 RestartSec=5
 # A mistake that a restart does not mend, such as a model that is not there.
 RestartPreventExitStatus=2
-# Running answers have 10 s; the rest is for the log and the trainer.
-TimeoutStopSec=30
+# If the kernel ends the training process for memory, the server goes on.
+OOMPolicy=continue
+# The server ends the training process itself, when that has kept what it has.
+KillMode=mixed
+# Running answers have 10 s, and caches that are kept on disk 10 s; the rest is for the log and the trainer.
+TimeoutStopSec=45
 UMask=0077
 NoNewPrivileges=yes
 
@@ -39,11 +43,13 @@ WantedBy=default.target
 
 
 class Manager(Protocol):
-    """A service manager. ``running`` is its word for a running service; ``more`` is a hint for the user."""
+    """A service manager. ``running`` is its word for a running service; ``more`` is a hint for the user;
+    ``environment`` is the place for variables of a service's environment."""
 
     running: str
     more: str
     how_to_start: str
+    environment: str
 
     @property
     def file(self) -> Path:
@@ -59,7 +65,7 @@ class Manager(Protocol):
         """The service's state, in the manager's word."""
 
     def stop(self) -> None:
-        """Stop the service, and do not start it again at login."""
+        """Stop the service, and do not start it again at login. Raises AdaptiveError if it may still run."""
 
     def reload(self) -> None:
         """Have the manager read the file again after it was changed or removed."""
@@ -71,6 +77,7 @@ class Systemd:
     running = "active"
     how_to_start = "systemctl --user daemon-reload && systemctl --user enable --now adaptive"
     more = "its log: journalctl --user -u adaptive -f; to have it run while nobody is logged in: loginctl enable-linger"
+    environment = "~/.config/environment.d/adaptive.conf, as NAME=VALUE, and install again"
 
     @property
     def file(self) -> Path:
@@ -86,6 +93,7 @@ class Systemd:
         """Raises AdaptiveError if systemd does not start it."""
         self.reload()
         _tell("systemctl", "--user", "enable", "adaptive")
+        _ask("systemctl", "--user", "reset-failed", "adaptive")  # a start by hand does not count for StartLimitBurst
         _tell("systemctl", "--user", "restart", "adaptive")  # also a service that runs with other options
 
     def state(self) -> str:
@@ -93,8 +101,8 @@ class Systemd:
         return _ask("systemctl", "--user", "is-active", "adaptive")
 
     def stop(self) -> None:
-        """Does nothing if the service does not run."""
-        _ask("systemctl", "--user", "disable", "--now", "adaptive")
+        """Raises AdaptiveError if systemd cannot be told."""
+        _tell("systemctl", "--user", "disable", "--now", "adaptive")
 
     def reload(self) -> None:
         """Raises AdaptiveError if the user has no systemd instance, unless there is no unit file."""
@@ -110,6 +118,7 @@ class Launchd:
     running = "running"
     how_to_start = f"launchctl bootstrap gui/$(id -u) ~/Library/LaunchAgents/{LABEL}.plist"
     more = "its log: ~/Library/Logs/adaptive.log"
+    environment = "launchd's environment, by `launchctl setenv NAME VALUE`, and install again"
 
     @property
     def file(self) -> Path:
@@ -126,7 +135,7 @@ class Launchd:
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},
             "ThrottleInterval": 60,  # seconds between restarts, even for an error that a restart does not cure
-            "ExitTimeOut": 30,
+            "ExitTimeOut": 45,  # seconds, as for systemd
             "Umask": 0o077,
             "StandardOutPath": log,
             "StandardErrorPath": log,
@@ -147,8 +156,12 @@ class Launchd:
         return "unknown"
 
     def stop(self) -> None:
-        """Does nothing if the agent does not run."""
-        _ask("launchctl", "bootout", f"{self._domain}/{LABEL}")
+        """Raises AdaptiveError if the agent goes on running."""
+        try:
+            _tell("launchctl", "bootout", f"{self._domain}/{LABEL}")
+        except AdaptiveError:
+            if self.state() == self.running:  # else there was nothing to stop
+                raise
 
     def reload(self) -> None:
         """Nothing to do: launchd reads the file when the agent starts."""

@@ -22,8 +22,10 @@ def load_with_progress(settings: Settings, console: Console) -> Pair:
         from adaptive.pair import load_pair
 
         pair = load_pair(settings, show)
+    from rich.markup import escape
+
     for warning in pair.warnings:
-        console.print(f"[yellow]warning:[/] {warning}")
+        console.print(f"[yellow]warning:[/] {escape(warning)}")
     return pair
 
 

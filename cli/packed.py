@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Optional
+import json
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
@@ -15,24 +16,38 @@ if TYPE_CHECKING:
 
     from adaptive.settings import Settings
 
-app = group("Packed weights of targets that are streamed (--memory): list them, delete them.")
+app = group(
+    "Packed weights of targets that are streamed (--memory): list them, delete them.\n\nExample: adaptive packed list"
+)
 
 
 @app.command("list")
 @shared_options("home")
-def list_packed(settings: Settings) -> None:
+def list_packed(
+    settings: Settings, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+) -> None:
     """List packed weights and what each takes, unfinished ones too.
 
     Example: adaptive packed list
     """
     from cli.finding import size
 
-    found = _folders(settings)
+    found: list[dict[str, Any]] = [
+        {
+            "name": folder.name,
+            "bytes": sum(file.stat().st_size for file in folder.iterdir()),
+            "unfinished": _is_unfinished(folder),
+        }
+        for folder in _folders(settings)
+    ]
+    if as_json:
+        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        return
     if not found:
         print("there are no packed weights: a target is packed when it first runs with --memory")
-    for folder in found:
-        unfinished = "  (unfinished: being written, or left by a program that was killed)" * _is_unfinished(folder)
-        print(f"{size(sum(file.stat().st_size for file in folder.iterdir())):>10}  {folder.name}{unfinished}")
+    for one in found:
+        unfinished = "  (unfinished: being written, or left by a program that was killed)" if one["unfinished"] else ""
+        print(f"{size(one['bytes']):>10}  {one['name']}{unfinished}")
 
 
 @app.command()

@@ -85,7 +85,7 @@ def plot_history(
         plot = figure.subplot(number, 1) if len(drawn) > 1 else figure
         plot.title(panel.title)
         _draw(plot, panel, points, swaps)
-    plot.label("generation", "x")
+    plot.label("answer", "x")
     text: str = figure.build().string(colorless=not colour)
     return text.rstrip("\n")
 

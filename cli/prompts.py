@@ -35,16 +35,17 @@ def bare_prompt(text: str, where: str = "") -> PromptLine:
     return PromptLine((Message("user", text),), bare=True, where=where)
 
 
-def read_prompts(file: Path) -> list[PromptLine]:
-    """Every prompt of the file. Raises AdaptiveError, which names the wrong line, before anything is done."""
+def read_prompts(file: Path, kind: str = "prompt file") -> list[PromptLine]:
+    """Every prompt of the file, which errors call a ``kind``. Raises AdaptiveError, which names the wrong line, before
+    anything is done."""
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise AdaptiveError(f"prompt file {file} cannot be read: {reason}") from error
+        raise AdaptiveError(f"{kind} {file} cannot be read: {reason}") from error
     prompts = [_parse(line, f"{file} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
-        raise AdaptiveError(f"prompt file {file} is empty")
+        raise AdaptiveError(f"{kind} {file} is empty")
     return prompts
 
 

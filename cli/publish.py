@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
     from adaptive.settings import Settings
     from adaptive.state import PairState
+    from adaptive.upstream.kinds import Kind
     from adaptive.upstream.lengths import Advice
     from adaptive.upstream.measure import Measured
-    from cli import trial
+    from cli.published import Published
     from cli.trial import Tried
     from trainers.dataset import Example
+    from trainers.replay import Replay
 
 SERVER = "Server"
 
@@ -29,6 +31,21 @@ SERVER = "Server"
 RECORDS = 1000
 # Most tokens of an answer that are replayed.
 LONGEST_OUTPUT = 512
+# Draft length if the seconds of the server's rounds are not known.
+USUAL_LENGTH = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a draft is published: its length, and why. By replay of held-out records it brings ``tokens`` tokens a round
+    at the draft lengths 0, 1, ..., and ``expected`` ones at ``length``; ``answered`` are replays of the answers by
+    which the server was measured. ``advice`` is None if the seconds of its rounds are not known."""
+
+    length: int
+    advice: Advice | None
+    tokens: list[float]
+    expected: float
+    answered: list[Replay]
 
 
 @shared_options(*PAIR, "trust_remote_code", "draft_length")
@@ -39,7 +56,7 @@ def publish(
         typer.Option(help="Address of the server, to be measured.", metavar="URL", rich_help_panel=SERVER),
     ] = None,
     engine: Annotated[
-        Optional[str], typer.Option(help="llama-server, vllm, sglang or adaptive.", rich_help_panel=SERVER)
+        Optional[str], typer.Option(help="llama-server, vllm, sglang, lm-studio or adaptive.", rich_help_panel=SERVER)
     ] = None,
     model: Annotated[
         Optional[str],
@@ -87,19 +104,23 @@ def publish(
     Example: adaptive publish --upstream http://127.0.0.1:8080 --start start.sh --restart "systemctl restart llama"
     """
     from rich.console import Console
-    from transformers.utils.logging import disable_progress_bar
 
-    from adaptive.pair import load_tokenizer, pair_identity
-    from adaptive.upstream import publishing, server
-    from adaptive.upstream.lengths import LONGEST
-    from adaptive.upstream.measure import find_kind, measure
-    from checkpoints.store import AdapterStore
-    from cli import trial
-    from cli.answered import answered_examples, expected_acceptance
-    from cli.published import AdaptedDraft, PublishedHead
-    from cli.state import find_state
-    from trainers.replay import mean_acceptance_length
+    console = Console(stderr=True, highlight=False)
+    with console.status("starting"):
+        from transformers.utils.logging import disable_progress_bar
 
+        from adaptive.engines.cpu.torch_threads import set_threads
+        from adaptive.pair import load_tokenizer, pair_identity
+        from adaptive.upstream import publishing, server
+        from adaptive.upstream.kinds import LM_STUDIO, VLLM
+        from adaptive.upstream.measure import find_kind, measure
+        from checkpoints.store import AdapterStore
+        from cli import put, trial
+        from cli.answered import answered_examples, expected_acceptance
+        from cli.published import AdaptedDraft, PublishedHead, target_rows
+        from cli.state import find_state
+
+    set_threads(settings.threads)
     chosen = _chosen_length(settings)
     if restart is not None and upstream is None:
         raise AdaptiveError("--restart needs --upstream, the address at which the server is measured")
@@ -108,79 +129,68 @@ def publish(
     kind = server.checked_kind(engine) or (None if url is None else find_kind(url, key))
     if kind is None:
         raise AdaptiveError("say which server it is for, with --upstream or --engine")
+    publishing.check(kind, is_head=head is not None, by_hand=start is None and restart is None)
     state = find_state(settings)
     file = None if start is None else publishing.StartFile.read(start)
-    console = Console(stderr=True, highlight=False)
     disable_progress_bar()
+    # Without --target the settings' models are the bundled pair, whatever pair is published.
+    named = pair_identity(settings).id == state.root.name
+    rows = target_rows(settings) if named and kind is VLLM else None
+    published = PublishedHead(settings, head) if head else AdaptedDraft(settings, AdapterStore(state.adapters), rows)
+    draft = published.path((to or put.folder_of(state)).absolute(), kind, encoding)
+    there = draft.exists()
+    if kind is LM_STUDIO:
+        with console.status("writing the draft"):
+            published.write(draft, kind, encoding)
+        said = json.dumps({**_named(published, kind, draft), "options": None}, indent=2) if as_json else None
+        typer.echo(said or f"{published.words} is in {draft}; choose it in LM Studio by hand")
+        return
     with console.status("reading the log"):
         sample = _held_out(state)
-    asked = _prompts(sample, prompts) if url is not None else []
     before = None
     if url is not None:
         with console.status("measuring the server as it is"):
-            before = measure(url, key, asked, max_tokens, model, wait)
-        asked = [list(prompt) for prompt in before.prompts]
-    store = AdapterStore(state.adapters)
-    published = AdaptedDraft(settings, store) if head is None else PublishedHead(settings, head)
-    with console.status("writing the draft"):
-        draft = published.write((to or state.root / "published").absolute(), kind, encoding)
+            before = measure(url, key, _prompts(sample, prompts), max_tokens, model, wait)
     with console.status("replaying the log"):
-        # Without --target the tokenizer would be that of the bundled pair, whatever pair the log is of.
-        own = before is not None and pair_identity(settings).id == state.root.name
-        said = answered_examples(load_tokenizer(settings), asked, before) if own and before is not None else []
-        replays, answered = published.replays(sample, said)
-        tokens = [1.0, *(mean_acceptance_length(replays, length) for length in range(1, LONGEST + 1))]
-    advice = _advice(tokens, before)
-    length = chosen or (advice.length if advice else 4)
-    if length == 0:
-        raise AdaptiveError(
-            "by replay and the server's own times it is fastest without a draft; --draft-length N publishes it "
-            "all the same"
-        )
-    outcome: dict[str, Any] = {
-        "adapter": None if published.is_head else published.id,
-        "head": published.id if published.is_head else None,
-        "engine": kind.name,
-        "draft": str(draft),
-        "draft_length": length,
-        "options": publishing.options(kind, draft, length, published.is_head),
-        "expected": None if advice is None else asdict(advice),
-        "expected_acceptance": expected_acceptance(answered, length, kind, max_tokens),
-        "before": _figures(before),
-        "after": None,
-        "rolled_back": False,
-    }
-    console.print(f"{published.words} for {kind.name}: {draft}", soft_wrap=True)
-    _say_expected(console, advice, length, mean_acceptance_length(replays, length))
+        known = before if named else None
+        answers = [] if known is None else answered_examples(load_tokenizer(settings), known.prompts, known)
+        plan = _plan(published, sample, answers, before, chosen)
+    options = publishing.options(kind, draft, plan.length, published.is_head)
     # Raised for a file that cannot be edited, before the server is touched.
-    edited = None if file is None else publishing.edited(file.before, kind, outcome["options"])
+    edited = None if file is None else publishing.edited(file.before, kind, options)
+    with console.status("writing the draft"):
+        published.write(draft, kind, encoding)
+    console.print(f"{published.words} for {kind.name}: {draft}", soft_wrap=True, markup=False)
+    _say_expected(console, plan)
+    tried, length = None, plan.length
     if restart is not None:
         assert url is not None
         assert before is not None
-        is_head = published.is_head
+        asked, is_head = before.prompts, published.is_head
         running = trial.Server(url, key, kind, restart, file, wait, asked, max_tokens, model, is_head)
         with console.status("restarting the server, and measuring it"):
-            tried = trial.settle(running, before, draft, length, None if chosen else tokens, _remembered(state))
-        rolled_back, length = tried.worse is not None, tried.length
-        outcome |= {"draft_length": length}
-        outcome |= {"options": publishing.options(kind, draft, length, published.is_head)}
-        outcome |= {"expected_acceptance": expected_acceptance(answered, length, kind, max_tokens)}
-        outcome |= {"after": _figures(tried.measured), "rolled_back": rolled_back}
-        if not rolled_back:
-            _remember(state, trial.Put(published.id, str(draft), length))
-            console.print(f"it is in use: {_compared(before, tried, outcome['expected_acceptance'])}", soft_wrap=True)
-        else:
-            console.print(f"[yellow]rolled back:[/] {tried.worse}", soft_wrap=True)
+            given, tokens = put.earlier(state, url, kind), None if chosen else plan.tokens
+            tried = trial.settle(running, before, draft, length, tokens, given)
+        length = tried.length
+        if tried.worse is None:
+            put.remember(state, url, put.Put(kind.name, published.id, str(draft), length))
+        elif not there:
+            put.discard_own(state, draft)
     elif file is not None and edited is not None:
         file.write(edited)
+    options = publishing.options(kind, draft, length, published.is_head)
+    expected = expected_acceptance(plan.answered, length, kind, max_tokens)
+    if tried is not None and before is not None:
+        _say_tried(console, before, tried, expected)
     if as_json:
-        typer.echo(json.dumps(outcome, indent=2))
-    if outcome["rolled_back"]:
+        outcome = _outcome(plan, length, expected, before, tried)
+        typer.echo(json.dumps({**_named(published, kind, draft), "options": options, **outcome}, indent=2))
+    if tried is not None and tried.worse is not None:
         raise typer.Exit(1)
     if file is not None:
-        console.print(f"{file.path} is edited", soft_wrap=True)
+        console.print(f"{file.path} is edited", soft_wrap=True, markup=False)
     elif not as_json:
-        typer.echo(f"start {kind.name} with: {_typed(outcome['options'])}")
+        typer.echo(f"start {kind.name} with: {_typed(options)}")
 
 
 def _chosen_length(settings: Settings) -> int | None:
@@ -222,20 +232,69 @@ def _prompts(sample: list[Example], count: int) -> list[list[int]]:
     return [list(prompt) for prompt in list(found)[:count]]
 
 
-def _advice(tokens: list[float], before: Measured | None) -> Advice | None:
-    from adaptive.upstream.lengths import advise, round_costs
+def _plan(
+    published: Published, sample: list[Example], answers: list[Example], before: Measured | None, chosen: int | None
+) -> Plan:
+    """Replay the held-out ``sample`` and the server's ``answers``, and choose the draft length, unless one is
+    ``chosen``. Raises AdaptiveError if plain decoding is expected to be fastest."""
+    from adaptive.upstream.lengths import LONGEST, advise, round_costs
+    from trainers.replay import mean_acceptance_length
 
-    costs = None if before is None else round_costs(before.answers)
-    return None if costs is None else advise(tokens, costs)
+    replays, answered = published.replays(sample, answers)
+    tokens = [1.0, *(mean_acceptance_length(replays, length) for length in range(1, LONGEST + 1))]
+    costs = None if before is None else round_costs([before])
+    advice = None if costs is None else advise(tokens, costs)
+    length = chosen or (USUAL_LENGTH if advice is None else advice.length)
+    if length == 0:
+        raise AdaptiveError(
+            "by replay and the server's own times it is fastest without a draft; --draft-length N publishes it "
+            "all the same"
+        )
+    return Plan(length, advice, tokens, mean_acceptance_length(replays, length), answered)
 
 
-def _say_expected(console: Console, advice: Advice | None, length: int, tokens: float) -> None:
-    """Print what is expected at draft length ``length``, with ``tokens`` tokens a round."""
-    accepted = (tokens - 1) / length
-    said = f"draft length {length}: {tokens:.2f} tokens a round by replay, {accepted:.3f} of the drafted accepted"
-    if advice is not None and advice.length == length:
+def _say_expected(console: Console, plan: Plan) -> None:
+    """Print what is expected of the draft."""
+    accepted, advice = (plan.expected - 1) / plan.length, plan.advice
+    said = f"draft length {plan.length}: {plan.expected:.2f} tokens a round by replay, {accepted:.3f} of the drafted "
+    said += "accepted"
+    if advice is not None and advice.length == plan.length:
         said += f"; {advice.tokens_per_second:.1f} tokens/s expected, {advice.plain_per_second:.1f} without a draft"
     console.print(said, soft_wrap=True)
+
+
+def _say_tried(console: Console, before: Measured, tried: Tried, expected: float | None) -> None:
+    """Print how the trial ended."""
+    from rich.markup import escape
+
+    if tried.worse is None:
+        console.print(f"it is in use: {_compared(before, tried, expected)}", soft_wrap=True)
+    else:
+        console.print(f"[yellow]rolled back:[/] {escape(tried.worse)}", soft_wrap=True)
+
+
+def _named(published: Published, kind: Kind, draft: Path) -> dict[str, Any]:
+    """What is published, as plain JSON values."""
+    return {
+        "adapter": None if published.is_head else published.id,
+        "head": published.id if published.is_head else None,
+        "engine": kind.name,
+        "draft": str(draft),
+    }
+
+
+def _outcome(
+    plan: Plan, length: int, expected: float | None, before: Measured | None, tried: Tried | None
+) -> dict[str, Any]:
+    """How that went, as plain JSON values."""
+    return {
+        "draft_length": length,
+        "expected": None if plan.advice is None else asdict(plan.advice),
+        "expected_acceptance": expected,
+        "before": _figures(before),
+        "after": None if tried is None else _figures(tried.measured),
+        "rolled_back": tried is not None and tried.worse is not None,
+    }
 
 
 def _figures(measured: Measured | None) -> dict[str, Any] | None:
@@ -276,27 +335,8 @@ def _key(file: Path) -> str:
     try:
         key = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise AdaptiveError(f"API key file {file} cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise AdaptiveError(f"API key file {file} cannot be read: {reason}") from error
     if not (key and key.isascii() and key.isprintable()):
         raise AdaptiveError(f"API key file {file} holds no key: one line of ASCII characters is expected")
     return key
-
-
-def _remember(state: PairState, put: trial.Put) -> None:
-    from checkpoints import files
-
-    note = state.root / "published.json"
-    try:
-        files.replace_text(state.root, note, json.dumps(asdict(put)))
-    except OSError as error:
-        raise AdaptiveError(f"it is in use, but {note} cannot be written ({error.strerror})") from error
-
-
-def _remembered(state: PairState) -> trial.Put | None:
-    """What was published to the server before, None if nothing was."""
-    from cli import trial
-
-    try:
-        return trial.Put(**json.loads((state.root / "published.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None

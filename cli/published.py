@@ -10,15 +10,17 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adaptive.errors import AdaptiveError, first_line
+from adaptive.upstream.publishing import takes_gguf
+from cli.put import discard
 
 if TYPE_CHECKING:
+    from adaptive.pair import Source
     from adaptive.settings import Settings
     from adaptive.upstream.kinds import Kind
     from checkpoints.manifest import Manifest
@@ -39,27 +41,26 @@ class Published(ABC):
     is_head: bool
     words: str
 
-    def write(self, folder: Path, kind: Kind, encoding: str) -> Path:
-        """Write it in the server's format, once. Other pairs, whose drafts have the same ids, may use the same
-        ``folder``. Raises AdaptiveError if it cannot be written."""
-        from adaptive.upstream.publishing import takes_gguf
+    def path(self, folder: Path, kind: Kind, encoding: str) -> Path:
+        """Its file or folder in ``folder`` in the server's format. Other pairs, whose drafts have the same ids, may use
+        the same ``folder``."""
+        return folder / (self._name() + (f"-{encoding}.gguf" if takes_gguf(kind) else ""))
 
-        gguf = takes_gguf(kind)
-        name = self._name() + (f"-{encoding}.gguf" if gguf else "")
-        path, part = folder / name, folder / f".{name}.part"
+    def write(self, path: Path, kind: Kind, encoding: str) -> None:
+        """Write it to ``path``, unless it is there. Raises AdaptiveError if it cannot be written."""
+        part = path.with_name(f".{path.name}.part")
         if path.exists():
-            return path
+            return
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            _discard(part)
-            self._write(part, encoding if gguf else None)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            discard(part)
+            self._write(part, encoding if takes_gguf(kind) else None)
             os.replace(part, path)
         except OSError as error:
             why = error.strerror or first_line(error)
             raise AdaptiveError(f"{path} cannot be written ({why}); choose another folder with --to") from error
         finally:
-            _discard(part)
-        return path
+            discard(part)
 
     @abstractmethod
     def _name(self) -> str:
@@ -75,11 +76,12 @@ class Published(ABC):
 
 
 class AdaptedDraft(Published):
-    """The draft model with the adapter in use merged into it. Raises AdaptiveError if there is none."""
+    """The draft model with the adapter in use merged into it, and with so many ``rows`` of the vocabulary, None for its
+    own number. Raises AdaptiveError if there is none."""
 
     is_head = False
 
-    def __init__(self, settings: Settings, store: AdapterStore) -> None:
+    def __init__(self, settings: Settings, store: AdapterStore, rows: int | None = None) -> None:
         current = store.current_id()
         if current is None:
             raise AdaptiveError(
@@ -93,9 +95,16 @@ class AdaptedDraft(Published):
             )
         self.id, self.words = self.manifest.id, f"adapter {self.manifest.id}"
         self._settings, self._adapter = settings, store.path(current)
+        self._rows = None if rows is None or rows == self._own_rows() else rows
+
+    def _own_rows(self) -> int:
+        from cli.adapters import model_of
+
+        return _rows(model_of(self._settings, self.manifest), self._settings)
 
     def _name(self) -> str:
-        return f"draft-{self.id}-{digest(self.manifest)}"
+        rows = "" if self._rows is None else f"-{self._rows}"
+        return f"draft-{self.id}-{digest(self.manifest)}{rows}"
 
     def _write(self, part: Path, encoding: str | None) -> None:
         from cli.adapters import model_of, write_merged
@@ -105,7 +114,7 @@ class AdaptedDraft(Published):
             source = model_of(self._settings, self.manifest)
             write_checkpoint(source, self._adapter, part, encoding, self._settings)
         else:
-            write_merged(self._settings, self._adapter, self.manifest, part, force=False)
+            write_merged(self._settings, self._adapter, self.manifest, part, False, self._rows)
 
     def replays(self, *sets: Sequence[Example]) -> list[list[Replay]]:
         """See the base."""
@@ -210,8 +219,16 @@ def digest(manifest: Manifest) -> str:
     return hashlib.sha256(whole.encode()).hexdigest()[:8]
 
 
-def _discard(part: Path) -> None:
-    """Delete an unfinished file or folder, if there is one."""
-    shutil.rmtree(part, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        part.unlink(missing_ok=True)
+def target_rows(settings: Settings) -> int | None:
+    """The number of rows in the target's vocabulary projection, which vLLM wants of a draft, too; None if its config
+    does not say."""
+    from adaptive.pair import sources
+
+    target, _ = sources(settings)
+    return None if target.gguf is not None else _rows(target, settings)
+
+
+def _rows(source: Source, settings: Settings) -> int:
+    from adaptive.engines.load import read_config
+
+    return int(read_config(source, settings).get_text_config().vocab_size)

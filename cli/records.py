@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from adaptive.records.log import LogStats
     from adaptive.settings import Settings
 
-app = group("The log of what was said: look at it, export it, delete it.")
+app = group("The log of what was said: look at it, export it, delete it.\n\nExample: adaptive records stats")
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -60,33 +61,37 @@ def export(
     supervision: Annotated[
         bool, typer.Option("--supervision", help="With the target's distributions (Parquet only).")
     ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
 ) -> None:
     """Write the log out: chat messages as JSON lines, or every column as Parquet.
 
-    Example: adaptive records export chats.jsonl
+    Example: adaptive records export log.jsonl
 
     Example: adaptive records export log.parquet --supervision
     """
     from adaptive.records.export import export_jsonl, export_parquet
     from adaptive.records.log import Log
-    from cli.state import find_state
+    from cli.export import check_free
+    from cli.state import find_state, working
 
-    kind = "jsonl" if str(file) == "-" else file.suffix.lower().lstrip(".")
+    to_output = str(file) == "-"
+    kind = "jsonl" if to_output else file.suffix.lower().lstrip(".")
     if kind not in ("jsonl", "parquet"):
         raise AdaptiveError(f"cannot tell the format of {file}; name it .jsonl or .parquet")
     if supervision and kind != "parquet":
         raise AdaptiveError("--supervision needs a .parquet file: JSON lines hold chat messages only")
-    with Log(find_state(settings).records) as log:
+    if not to_output:
+        check_free(file, force)
+    path = find_state(settings).records
+    with nullcontext() if to_output else working("reading the log"), Log(path) as log:
         there = log.count()
         if kind == "parquet":
             written = export_parquet(log, file, supervision)
         else:
-            written = export_jsonl(log, sys.stdout if str(file) == "-" else file)
+            written = export_jsonl(log, sys.stdout if to_output else file)
     left_out = f"; {there - written} damaged ones are left out (`adaptive records check`)" if there > written else ""
-    typer.echo(
-        f"adaptive: exported {counted(written, 'generation')}" + ("" if str(file) == "-" else f" to {file}") + left_out,
-        err=True,
-    )
+    to = "" if to_output else f" to {file}"
+    typer.echo(f"adaptive: exported {counted(written, 'record')}{to}{left_out}", err=True)
 
 
 @app.command()
@@ -101,7 +106,7 @@ def purge(
     everything: Annotated[bool, typer.Option("--all", help="Delete the whole log.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Delete generations for good: the file is rewritten without them. Adapters trained on them stay.
+    """Delete records for good: the file is rewritten without them. Adapters trained on them stay.
 
     Without --target and --draft it is the pair used last; where there are several, that is asked in spite of --yes.
     With --older-than and --session only what is older of the session and its chats is deleted.
@@ -112,7 +117,7 @@ def purge(
     """
     from adaptive.records.deletion import delete_answers
     from adaptive.records.log import Log
-    from cli.state import find_state, may_be_another
+    from cli.state import find_state, may_be_another, working
 
     if everything == (older_than is not None or session is not None):
         raise AdaptiveError("say what to delete: --older-than AGE and/or --session NAME, or --all")
@@ -122,7 +127,7 @@ def purge(
         ids: frozenset[int] = frozenset()
         try:
             ids = log.ids(older_than_s=age, session=session)
-            chosen, what = len(ids), f"{len(ids)} of {counted(log.count(), 'generation')} of {state.root.name}"
+            chosen, what = len(ids), f"{len(ids)} of {counted(log.count(), 'record')} of {state.root.name}"
         except AdaptiveError:
             if not everything:
                 raise
@@ -135,12 +140,13 @@ def purge(
         if chosen and not yes:
             typer.confirm(f"Delete {what} for good?", abort=True, err=True)
         # Also if nothing is chosen: an earlier purge that met a reader has left traces to erase.
-        deleted, gone = delete_answers(state, log, ids, everything)
+        with working("deleting"):
+            deleted, gone = delete_answers(state, log, ids, everything)
         try:
             left = f"{log.count()} stay, {_bytes(log.stats().size)} on disk"
         except AdaptiveError as error:
             left = str(error)
-        print(f"deleted {counted(deleted, 'generation')}; {left}")
+        print(f"deleted {counted(deleted, 'record')}; {left}")
     if gone:
         print(f"deleted with them: {', '.join(gone)}")
 
@@ -163,16 +169,16 @@ def import_(
     from adaptive.records.merge import merge
     from adaptive.state import open_state
     from checkpoints.store import AdapterStore
-    from cli.state import show_migrations
+    from cli.state import working
 
-    show_migrations()
-    tokenizer = load_tokenizer(settings)
-    state = open_state(settings.state_dir, pair_identity(settings).id)
+    with working("reading the logs"):
+        tokenizer = load_tokenizer(settings)
+        state = open_state(settings.state_dir, pair_identity(settings).id)
 
-    def decode(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids))
+        def decode(ids: list[int]) -> str:
+            return str(tokenizer.decode(ids))
 
-    done = merge(state, logs, decode, AdapterStore(state.adapters).last_record())
+        done = merge(state, logs, decode, AdapterStore(state.adapters).last_record())
     if as_json:
         print(json.dumps({"pair": state.root.name, **asdict(done)}))
         return
@@ -197,12 +203,13 @@ def check(
     from dataclasses import asdict
 
     from adaptive.records import check as checking
-    from cli.state import find_state
+    from cli.state import find_state, working
 
     path = find_state(settings).records
-    found = checking.check(path)
-    wrong = bool(found.damaged) or found.file is not None
-    done = checking.repair(path, found) if repair and wrong else None
+    with working("reading the log"):
+        found = checking.check(path)
+        wrong = bool(found.damaged) or found.file is not None
+        done = checking.repair(path, found) if repair and wrong else None
     if as_json:
         print(json.dumps({"path": str(path), **asdict(found), "repaired": done and asdict(done)}, ensure_ascii=False))
     else:
@@ -245,7 +252,7 @@ def _print_stats(found: LogStats, path: Path) -> None:
     table.add_column()
     table.add_column(overflow="fold")  # a truncated path would be useless
     for name, value in (
-        ("generations", f"{found.generations} in {counted(found.sessions, 'session')}"),
+        ("records", f"{found.generations} in {counted(found.sessions, 'session')}"),
         ("tokens", f"{found.tokens} output tokens, {found.positions} with the target's distribution"),
         ("on disk", f"{_bytes(found.size)} in {path}"),
         ("from", _when(found.first)),

@@ -17,10 +17,15 @@ if TYPE_CHECKING:
     from adaptive.settings import Settings
     from cli.managers import Manager
 
-app = group("Have the system start the server, by systemd or launchd.")
+app = group("Have the system start the server, by systemd or launchd.\n\nExample: adaptive service install")
 
 # Options of ``serve`` whose value is a path: relative paths would have another meaning where the service starts.
 PLACES = ("--target", "--draft", "--draft-checkpoint", "--draft-key-file", "--config", "--state-dir", "--api-key-file")
+# Variables of the environment that are not ours and decide where models and state are found, or what may be used.
+OTHERS = (
+    "CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "HTTPS_PROXY",
+    "OMP_NUM_THREADS", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME",
+)  # fmt: skip
 # Seconds from the start to the question whether it runs. Too low: a service that ends for a reason such as a missing
 # model has not ended yet. Too high: the user waits.
 LOOKED_AFTER_S = 10.0
@@ -47,9 +52,9 @@ def install(
     command = [*_program(), "serve", *_checked(_absolute(options or []))]
     manager.write(command)
     typer.echo(f"wrote {manager.file}: {shlex.join(command)}")
-    left_out = _environment()
-    if left_out:
-        typer.echo(f"not handed on from this environment: {', '.join(left_out)}; put them into adaptive.toml", err=True)
+    for names, place in ((_environment(), "adaptive.toml"), (_others(), manager.environment)):
+        if names:
+            typer.echo(f"not handed on from this environment: {', '.join(names)}; put them into {place}", err=True)
     if said := _left_behind(options or []):
         typer.echo(said, err=True)
     if not start:
@@ -101,7 +106,10 @@ def remove() -> None:
     manager = _manager()
     if not manager.file.is_file():
         raise AdaptiveError(f"there is no service to remove; {manager.file} does not exist")
-    manager.stop()
+    try:
+        manager.stop()
+    except AdaptiveError as error:
+        raise AdaptiveError(f"{error}; {manager.file} stays, because the service may be running") from error
     manager.file.unlink()
     manager.reload()
     typer.echo(f"removed {manager.file}")
@@ -184,7 +192,14 @@ def _checked(words: list[str]) -> list[str]:
 
 
 def _environment() -> list[str]:
-    """Settings in this environment, which a service does not inherit."""
+    """The variables of settings in this environment, which a service does not inherit."""
+    from adaptive.settings import set_in_environment
+
+    return sorted(f"ADAPTIVE_{name.upper()}" for name in set_in_environment())
+
+
+def _others() -> list[str]:
+    """The OTHERS in this environment."""
     import os
 
-    return sorted(name for name in os.environ if name.startswith("ADAPTIVE_"))
+    return [name for name in OTHERS if os.environ.get(name)]

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import shlex
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import typer
@@ -37,6 +40,23 @@ def show_migrations() -> None:
     schema.on_migration = show
 
 
+@contextlib.contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on a terminal that ``what`` is done, or in its place a migration of the log. Nothing may be printed in it:
+    rich would divert that to standard error."""
+    from rich.console import Console
+
+    from adaptive.records import schema
+
+    before = schema.on_migration
+    with Console(stderr=True).status(what) as status:
+        schema.on_migration = lambda share: status.update(f"bringing the log up to date, {share:.0%}")
+        try:
+            yield
+        finally:
+            schema.on_migration = before
+
+
 def find_state(settings: Settings) -> PairState:
     """The folder of the pair that ``settings`` names, else the most recently used one.
 
@@ -53,6 +73,7 @@ def find_state(settings: Settings) -> PairState:
         from adaptive.pair import pair_identity
 
         state = PairState(state_dir / pair_identity(settings).id)
+        tell_of_earlier_log(settings, state)
         if not state.root.is_dir():
             raise AdaptiveError(
                 f"this pair has left nothing in {state_dir} yet; use it once with `adaptive chat` or "
@@ -68,6 +89,34 @@ def find_state(settings: Settings) -> PairState:
     others = f", the last used of {len(found)}; choose with --target and --draft" if len(found) > 1 else ""
     typer.echo(f"adaptive: pair {found[0].root.name}{others}", err=True)
     return found[0]
+
+
+def tell_of_earlier_log(settings: Settings, state: PairState) -> None:
+    """Say in one line where the pair's log is, if ``state`` has none and there is one of before the target's weights
+    were in its folder: `adaptive learn` needs config and tokenizer only."""
+    from adaptive.pair import pair_identity
+    from adaptive.state import PairState
+
+    if _holds_records(state):
+        return
+    earlier = PairState(state.root.with_name(pair_identity(settings, thin=True).id))
+    if earlier.root != state.root and _holds_records(earlier):
+        log = shlex.quote(str(earlier.records))
+        typer.echo(
+            f"adaptive: no log of this pair yet, but one of before the target's weights were beside its config; "
+            f"`adaptive records import {log}` with the same --target and --draft takes it over",
+            err=True,
+        )
+
+
+def _holds_records(state: PairState) -> bool:
+    from adaptive.records.log import Log
+
+    try:
+        with Log(state.records) as log:
+            return log.count() > 0
+    except AdaptiveError:  # there is no log, or it cannot be read now
+        return state.records.exists()
 
 
 def may_be_another(settings: Settings) -> int:

@@ -67,8 +67,11 @@ class Talk:
         except OSError as error:
             raise AdaptiveError(f"{file} cannot be written ({error.strerror})") from error
 
-    def load(self, file: Path) -> None:
-        """Continue a chat that ``save`` wrote. Raises AdaptiveError if it cannot be read."""
+    def load(self, file: Path) -> int:
+        """Continue the first chat of a file such as ``save`` writes. Returns the number of chats in it. Raises
+        AdaptiveError if it cannot be read."""
         from adaptive.settings import expanded
 
-        self.messages = list(read_prompts(expanded(file))[0].messages)
+        found = read_prompts(expanded(file), "conversation file")
+        self.messages = list(found[0].messages)
+        return len(found)

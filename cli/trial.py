@@ -3,7 +3,11 @@ promises more, and restores the earlier state if the server got worse."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +19,7 @@ from adaptive.upstream import publishing
 from adaptive.upstream.kinds import Kind
 from adaptive.upstream.lengths import advise, round_costs
 from adaptive.upstream.measure import Measured, each_accepted, measure
+from cli.put import Put
 
 # Falls beyond which the draft is removed again. FELL: of the probability that a drafted token is accepted, or of the
 # tokens a round; SLOWER: of the speed, as a share, where only that is known. Two measurements of one server differ by
@@ -23,15 +28,8 @@ FELL, SLOWER = 0.005, 0.03
 # TRIES: most draft lengths tried. FASTER: how much faster, as a share, the next must promise to be, since a restart
 # interrupts the server's users for seconds.
 TRIES, FASTER = 3, 0.05
-
-
-@dataclass(frozen=True)
-class Put:
-    """The published state of a server: a draft, its adapter, and the draft length."""
-
-    adapter: str | None
-    draft: str
-    draft_length: int
+# What ends a program from outside; Windows has no SIGHUP.
+ENDS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 @dataclass(frozen=True)
@@ -91,25 +89,48 @@ def settle(
     use, which is returned. If all are worse than ``before``, the ``earlier`` draft is restored.
 
     ``tokens_a_round`` are those at lengths 0, 1, ... by replay; None tries ``length`` alone. Raises AdaptiveError if
-    the server does not come back with the earlier draft. KeyboardInterrupt is raised after that draft is restored, or
-    after a line that says why it is not.
+    the server does not come back with the earlier draft. KeyboardInterrupt, also by a signal to end, is raised after
+    that draft is restored, or after a line that says why it is not.
     """
+    with _ended_as_interrupted():
+        try:
+            return _settle(server, before, draft, length, tokens_a_round, earlier)
+        except KeyboardInterrupt:
+            _undo(server, draft, earlier)
+            raise
+
+
+@contextmanager
+def _ended_as_interrupted() -> Iterator[None]:
+    """In the block SIGTERM, and SIGHUP of a terminal that is closed, raise KeyboardInterrupt, unless they are ignored,
+    as under nohup."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heeded = [one for one in ENDS if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {one: signal.signal(one, signal.default_int_handler) for one in heeded}
     try:
-        return _settle(server, before, draft, length, tokens_a_round, earlier)
-    except KeyboardInterrupt:
-        _undo(server, draft, earlier)
-        raise
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def _undo(server: Server, draft: Path, earlier: Put | None) -> None:
     """Restore the ``earlier`` state after an interruption. Prints a line if that fails."""
-    typer.echo("adaptive: interrupted; the server's earlier state is being restored", err=True)
+    _say("interrupted; the server's earlier state is being restored")
     try:
         server.give_back(earlier)
     except (AdaptiveError, KeyboardInterrupt) as error:
         why = str(error) or "interrupted again"
         file = f", and {server.file.path} is still edited" if server.file is not None and server.file.edited else ""
         said = f"that failed ({why}); the server at {server.url} uses {draft}, unmeasured, or does not run{file}"
+        _say(said)
+
+
+def _say(said: str) -> None:
+    """Print a line, if there is still a terminal to read it."""
+    with contextlib.suppress(OSError):
         typer.echo(printable_line(f"adaptive: {said}"), err=True)
 
 
@@ -158,7 +179,7 @@ def _better(before: Measured, tried: Sequence[Tried], tokens_a_round: Sequence[f
     """A draft length that promises more than those ``tried``, given the seconds of rounds at these; None if there is
     none. The cost of a drafted token follows from rounds with and without a draft, or of two lengths."""
     measured = [before, *(one.measured for one in tried if one.measured is not None)]
-    costs = round_costs([answer for one in measured for answer in one.answers])
+    costs = round_costs(measured)
     if costs is None or costs.assumed:
         return None
     advice = advise(tokens_a_round, costs)

@@ -292,10 +292,10 @@ def write_card(out: Path, chats: list[Chat], tokenizer: PreTrainedTokenizerFast,
 
 A Llama-architecture chat model of {sizes["target"]:.1f} million parameters ({TARGET_SHAPE["num_hidden_layers"]} layers)
 and a draft of {sizes["draft"]:.2f} million (one layer), with one tokenizer (byte-level BPE, {len(tokenizer)} entries)
-and one chat template. They exist so that the tour, the tests and the benchmarks run with no download.
+and one chat template. They exist so that the demo, the tests and the benchmarks run with no download.
 
-**What it is not.** Not an assistant: at this size its answers are fluent and mostly wrong, and its sums
-are decoration. Nothing measured on it says what another pair will do; for that, bring the pair.
+**What it is not.** Not an assistant: at this size its answers are fluent and mostly wrong, sums above all.
+Nothing measured on it says how another pair does; to know that, measure that pair.
 
 ## Data
 

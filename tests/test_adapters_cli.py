@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +53,9 @@ def test_list_shows_acceptance_before_and_after_and_what_is_in_use(store: Adapte
     shown = run("list")
     for figure in ("0.300 → 0.440", "+0.100 to +0.180", "1.50 → 2.10", "in use", "promoted", "candidate"):
         assert figure in shown
-    assert "0.300 → 0.440 (0.410 to 0.470)" in run("show", "3")
+    shown = " ".join(run("show", "3").split())
+    assert "0.300 → 0.440 (0.410 to 0.470)" in shown
+    assert "tokens a round 1.50 → 2.10 at draft length 4" in shown
     objects = json.loads(run("list", "--json"))
     assert [one["id"] for one in objects] == ["0001", "0002", "0003"]
     assert [one["current"] for one in objects] == [False, True, False]
@@ -81,15 +84,34 @@ def test_list_says_that_prune_deletes_a_damaged_adapter_only_where_it_does(store
         (store.path(name) / "manifest.json").write_text("{")
     damaged = said({"0001", "0003.damaged", "0004", "0005"})
     assert damaged == {"0001": True, "0003.damaged": True, "0004": True, "0005": False}
+    objects = json.loads(run("list", "--json"))
+    assert {one["id"] for one in objects if one.get("damaged")} == damaged.keys()
+    assert len(objects) == len(store.list()) + len(damaged)
     run("prune")
     assert set(store.damaged()) == {name for name, deleted in damaged.items() if not deleted}
 
 
+def test_prune_keeps_as_many_as_training_runs_do(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(5):
+        store.publish(write, NEW)
+    (store.path("0001") / "manifest.json").write_text("{")
+    monkeypatch.setenv("ADAPTIVE_KEEP_ADAPTERS", "8")
+    assert "`adaptive adapters prune`" not in run("list")
+    assert "nothing to delete" in run("prune")
+    monkeypatch.setenv("ADAPTIVE_KEEP_ADAPTERS", "7")
+    assert "`adaptive adapters prune` deletes it" in " ".join(run("list").split())
+    assert "deleted 0001\n" in run("prune")
+
+
 def test_show_tells_whether_the_files_are_whole(store: AdapterStore) -> None:
     assert "2, whole" in run("show", "3")
-    assert json.loads(run("show", "current", "--json"))["id"] == "0002"
+    whole = json.loads(run("show", "current", "--json"))
+    assert (whole["id"], whole["files_whole"], whole["damage"]) == ("0002", True, None)
     (store.path("0003") / "adapter_config.json").write_text("{}")
     assert "damaged" in run("show", "3")
+    found = json.loads(run("show", "3", "--json"))
+    assert (found["id"], found["files_whole"]) == ("0003", False)
+    assert "adapter_config.json" in found["damage"]
 
 
 def test_show_says_what_a_head_drafts_among(store: AdapterStore) -> None:
@@ -108,8 +130,9 @@ def test_promote_rollback_and_prune(store: AdapterStore) -> None:
     assert "adapter 0002 is in use again" in run("rollback")
     assert "nothing to delete" in run("prune")
     run("rollback")
-    assert "the plain draft is in use again" in run("rollback")
+    assert "the draft without an adapter is in use again" in run("rollback")
     assert "deleted 0001, 0002" in run("prune", "--keep", "1")
+    assert "current is the one in use" not in " ".join(run("promote", "--help").split())
 
 
 def test_unknown_ids_and_nothing_in_use_are_one_clear_line(store: AdapterStore) -> None:
@@ -138,7 +161,17 @@ def test_export_copies_the_peft_folder(store: AdapterStore, tmp_path: Path) -> N
         run("export", "3")
 
 
-def test_merged_export_is_the_draft_with_the_adapter_as_a_checkpoint(own_home: Path, tmp_path: Path) -> None:
+def test_an_encoding_is_refused_where_nothing_is_encoded(store: AdapterStore, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    for how in ([out], ["--merged", out], [out, "--format", "gguf"], [out, "--format", "speculators"]):
+        with pytest.raises(AdaptiveError, match="--encoding is only for"):
+            run("export", "3", *how, "--encoding", "q8_0")
+    assert not (tmp_path / "out").exists()
+
+
+def test_merged_export_is_the_draft_with_the_adapter_as_a_checkpoint(
+    own_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 8}
     words = Tokenizer(WordLevel({f"w{number}": number for number in range(8)}, unk_token="w0"))
@@ -157,17 +190,23 @@ def test_merged_export_is_the_draft_with_the_adapter_as_a_checkpoint(own_home: P
     store = AdapterStore(own_home / identity.id / "adapters")
     store.publish(lambda folder: trained.save_pretrained(str(folder)), replace(NEW, base=identity.base))
 
-    run("export", "1", "--merged", str(tmp_path / "merged"), *pair)
+    folder = tmp_path / "merged draft"
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes every stream for a terminal
+    monkeypatch.setenv("TERM", "xterm")
+    done = runner.invoke(app, ["adapters", "export", "1", "--merged", str(folder), *pair])
+    assert done.exit_code == 0, done.stderr
+    assert "writing the draft" in done.stderr
+    assert done.stdout.endswith(f"use it with --draft {shlex.quote(str(folder))}\n")
     tokens = torch.arange(8)[None]
     with torch.no_grad():
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
+        merged = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
         expected = PeftModel.from_pretrained(base, str(store.path("1")))(tokens).logits
     torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-5)
-    assert AutoTokenizer.from_pretrained(tmp_path / "merged").get_vocab() == words.get_vocab()
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == words.get_vocab()
 
     with pytest.raises(AdaptiveError, match="left nothing"):
-        run("list", "--target", str(tmp_path / "merged"), "--draft", str(tmp_path / "draft"))
+        run("list", "--target", str(folder), "--draft", str(tmp_path / "draft"))
     torch.manual_seed(1)
     LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).save_pretrained(tmp_path / "draft")
     with pytest.raises(AdaptiveError, match="holds other weights than adapter 0001"):

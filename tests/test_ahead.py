@@ -237,6 +237,33 @@ def test_what_follows_a_prompt_is_drafted_while_it_is_read(
         assert proposal.tokens == fresh.tokens
 
 
+@pytest.mark.parametrize("kind", [ChainAhead, GuessAhead])
+def test_of_a_distribution_drafted_ahead_only_possible_tokens_are_kept(
+    models: tuple[TransformersEngine, TransformersEngine], kind: Any
+) -> None:
+    """Two of them take 24 bytes, all eight 32."""
+    for top_k, size in ((2, 24), (0, 32)):
+        ahead = drafter_of(kind, models[1], SamplingParams(temperature=1.3, top_k=top_k), VOCAB)
+        assert ahead.propose(list(PROMPT), 3) is not None
+        found = ahead.drafter
+        kept = found._rows if kind is GuessAhead else [row for one in found._found.values() for row in one.rows]
+        assert len(kept) > 2
+        assert found.memory == size * len(kept)
+
+
+def test_no_more_is_drafted_ahead_than_there_is_memory_for(
+    models: tuple[TransformersEngine, TransformersEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafted = []
+    for most in (outcomes.MOST_BYTES, 1):
+        monkeypatch.setattr(outcomes, "MOST_BYTES", most)
+        ahead = drafter_of(ChainAhead, models[1], PARAMS[1], VOCAB)
+        assert ahead.propose(list(PROMPT), 3) is not None
+        drafted.append(sum(len(one.rows) for one in ahead.drafter._found.values()))
+    assert drafted[0] > drafted[1] > 0
+    assert drafted[1] <= outcomes.WIDTH
+
+
 class Noting:
     """Forwards to another adviser and keeps the arguments."""
 

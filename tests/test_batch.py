@@ -291,6 +291,32 @@ def test_first_tokens_come_as_soon_as_prompts_are_read_the_shortest_first(
     assert all(answering.decoding.drafted for answering in answerings)
 
 
+@native
+def test_a_streamed_target_reads_two_prompts_in_as_few_passes_as_one_after_the_other(
+    prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundled = {"target": str(BUNDLED / "target"), "draft": str(BUNDLED / "draft")}
+    pair = load_pair(load_settings({**bundled, "dtype": "float32", "memory": "20MB"}))
+    assistant = assistant_of(pair, FixedLength(2))
+    text = [token for question in questions(assistant, prompts * 2) for token in question.prompt] * 4
+    stop = StopParams(8, ignore_eos=True)
+    asked = [Question(text[n:][:length], (), str(n), GREEDY, stop) for n, length in enumerate((1000, 900))]
+    assert isinstance(pair.target, TransformersEngine)
+    forward, passes = pair.target.cpu_forward, list[int]()
+    assert forward is not None
+    took = forward.took
+
+    def counted(count: int, seconds: float) -> None:
+        passes.append(count)
+        took(count, seconds)
+
+    monkeypatch.setattr(forward, "took", counted)
+    wanted, alone_in = alone(assistant, asked), sum(count > 16 for count in passes)
+    passes.clear()
+    assert together(assistant_of(pair, FixedLength(2)), asked) == wanted
+    assert sum(count > 16 for count in passes) == alone_in == 4
+
+
 def test_rounds_know_with_how_many_answers_they_shared_their_pass(pairs: dict[str, Pair], prompts: list[str]) -> None:
     burst = Burst(assistant_of(pairs["float32"], FixedLength(2)), prompts)
     long = burst.join(40).decoding

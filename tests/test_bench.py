@@ -40,8 +40,12 @@ def test_bench_lists_every_contender_with_the_same_greedy_answer(adaptive: Comma
     assert rows["ours, plain"]["mean_acceptance_length"] == 1.0
 
 
-def test_another_pair_on_the_same_engine_has_rows_of_its_own(adaptive: Command, tmp_path: Path) -> None:
+def test_another_pair_on_the_same_engine_has_rows_of_its_own(
+    adaptive: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, draft = save_random_pair(tmp_path / "pair", "qwen2")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes every stream for a terminal
+    monkeypatch.setenv("TERM", "xterm")
     code, out, err = adaptive(
         "bench",
         *("--target", str(target), "--draft", str(draft), "--other-target", str(target), "--other-draft", str(draft)),
@@ -52,6 +56,7 @@ def test_another_pair_on_the_same_engine_has_rows_of_its_own(adaptive: Command, 
     names = {"transformers, plain", "ours, plain", "transformers (other), plain", "transformers (other), fixed 2"}
     assert {row["contender"] for row in report["rows"]} >= names
     assert "times as fast here as" in report["advice"]
+    assert "measuring before the race" in err
 
 
 def test_a_peer_that_is_not_there_is_one_clear_line(adaptive: Command, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,20 @@ import pytest
 from conftest import Command, save_random_pair
 from spinning import spinning
 
+from adaptive.assistant import Assistant
 from adaptive.control.costs import UNMEASURED, CostModel, CostTable
+from adaptive.control.policy import FixedLength
+from adaptive.pair import load_pair
+from adaptive.settings import load_settings
+from adaptive.types import SamplingParams
 from cli import repeats
-from cli.forecast import speed_up_interval
+from cli.calibrate import answer_plainly, read_sample
+from cli.forecast import predict, speed_up_interval
+from cli.prompts import bare_prompt
 from cli.repeats import typical, uncertainty
 
-ACCEPTED, ROUNDS = np.array([40.0, 52.0, 31.0, 66.0]), np.array([20.0, 24.0, 18.0, 30.0])
-TOKENS = 1 + ACCEPTED.sum() / ROUNDS.sum()
+DECODED, ROUNDS = np.array([60.0, 76.0, 49.0, 96.0]), np.array([20.0, 24.0, 18.0, 30.0])
+TOKENS = DECODED.sum() / ROUNDS.sum()
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +71,9 @@ def test_figures_beside_other_programs_are_bounded_marked_and_not_kept(
     assert report["measurements"] >= 3
     assert report["break_even_acceptance"] > 0
     best = report["recommended_draft_length"]
-    assert 1 <= report["predicted_speed_up"] <= report["mean_acceptance_length"][best]
+    assert 1 <= report["predicted_speed_up"] <= report["tokens_per_round"][best]
     low, high = report["predicted_speed_up_interval"]
-    assert low <= report["predicted_speed_up"] <= high <= max(report["mean_acceptance_length"]) + 1
+    assert low <= report["predicted_speed_up"] <= high <= max(report["tokens_per_round"]) + 1
     # At acceptance a, a round brings at most 1 / (1 - a) tokens: at 0.1, a ninth more than plain decoding.
     assert all(row["speed_up"] <= 1 / (1 - row["acceptance"]) for row in report["by_acceptance"])
     assert not list(own_home.rglob("controller.json"))
@@ -79,7 +87,7 @@ def slower(by: float) -> CostTable:
 def interval(*tables: CostTable) -> tuple[float, float]:
     models, middle = [CostModel(table) for table in tables], CostModel(typical(tables))
     predicted = middle.with_tokens(TOKENS / middle.round(3)) / middle.with_tokens(1 / middle.round(0))
-    return speed_up_interval(models, ACCEPTED, ROUNDS, 3, predicted)
+    return speed_up_interval(models, DECODED, ROUNDS, 3, predicted)
 
 
 def test_the_interval_covers_the_machine_and_the_texts() -> None:
@@ -98,8 +106,35 @@ def test_the_interval_covers_the_machine_and_the_texts() -> None:
 def test_no_speed_up_is_above_the_tokens_of_a_round() -> None:
     free = dataclasses.replace(UNMEASURED, verify_s=(1.0,) * 17, start_s=0.0, draft_s=1e-6, token_s=1e-9)
     low, high = interval(free, dataclasses.replace(free, plain_s=4.0, verify_s=(4.0,) * 17), free)
-    best = 1 + max(accepted / rounds for accepted, rounds in zip(ACCEPTED, ROUNDS, strict=True))
+    best = max(decoded / rounds for decoded, rounds in zip(DECODED, ROUNDS, strict=True))
     assert low <= high <= best
+
+
+def test_an_answer_is_predicted_whole_with_its_last_round_and_the_prompt_that_the_draft_reads(tmp_path: Path) -> None:
+    target, _ = save_random_pair(tmp_path, "qwen2")
+    # The draft is the target itself, so that every token is accepted, and only the answers' ends are lost.
+    names = {"target": str(target), "draft": str(target), "dtype": "float32", "temperature": "0"}
+    settings = load_settings(names)
+    own = load_pair(settings)
+    prompts, log = [bare_prompt("one"), bare_prompt("two words")], tmp_path / "log.db"
+    answer_plainly(Assistant(own, FixedLength(0), None), SamplingParams(temperature=0.0), prompts, log, 20)
+    sample = read_sample(own, log)
+    forecast = predict([UNMEASURED], sample, own)
+    decoded = [len(example.output) - 1 for example in sample]
+    assert forecast.acceptance == pytest.approx(1.0, abs=1e-4)
+    for k in (1, 4, 16):
+        rounds = sum(math.ceil(number / (k + 1)) for number in decoded)
+        assert forecast.tokens_per_round[k] == pytest.approx(sum(decoded) / rounds, rel=1e-3)
+        model = CostModel(UNMEASURED)
+        seconds = rounds * model.round(k) + sum(len(example.prompt) for example in sample) * model.catch_up_s
+        seconds += sum(decoded) * model.token_s
+        assert forecast.tokens_per_second[k] == pytest.approx(sum(decoded) / seconds, rel=1e-3)
+
+
+def test_another_target_alone_is_refused_before_anything_is_measured(adaptive: Command, own_home: Path) -> None:
+    status, _, err = adaptive("calibrate", "--other-target", "another")
+    assert (status, err) == (2, "adaptive: --other-target is given without --other-draft; name both\n")
+    assert not own_home.exists()
 
 
 def test_measurements_are_repeated_while_they_disagree() -> None:

@@ -122,11 +122,11 @@ def test_a_conversation_is_saved_taken_back_and_forgotten(tmp_path: Path) -> Non
     assert talk.take_back() == "q2"
     assert talk.take_back() is None
     assert talk.system == "Be short."
-    talk.load(file)
+    assert talk.load(file) == 1
     assert len(talk.turns) == 6
     talk.system = ""
     assert len(talk.messages) == 6
-    with pytest.raises(AdaptiveError, match="cannot be read"):
+    with pytest.raises(AdaptiveError, match=r"conversation file .*nowhere\.json cannot be read"):
         talk.load(tmp_path / "nowhere.json")
     for use in (talk.save, talk.load):
         with pytest.raises(AdaptiveError, match="home folder"):
@@ -222,6 +222,34 @@ def test_commands_change_what_they_say(opened: OpenedPair, tmp_path: Path) -> No
     assert not opened.state.typed.exists()
 
 
+def test_what_leaves_the_conversation_is_not_said_to_leave_the_log(opened: OpenedPair) -> None:
+    _, said = played(opened, "What?\r/undo\rOne?\rTwo?\r/forget\r")
+    assert "taken out of the conversation (the log keeps it): What?" in said
+    assert "taken out of the conversation (the log keeps it): the oldest question and its answer" in said
+    assert "forgot" not in said
+    assert Log(opened.state.records).count() == 3
+
+
+def test_of_a_file_of_conversations_the_first_is_said_to_be_taken(opened: OpenedPair, tmp_path: Path) -> None:
+    file = tmp_path / "many.jsonl"
+    file.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    chat, said = played(opened, f"/load {file}\r")
+    assert f"{file} holds 2 conversations; this is the first" in said
+    assert [message.content for message in chat.talk.messages] == ["one"]
+
+
+@pytest.mark.parametrize(("history", "said"), [("auto", "drafted from earlier text only"), ("off", "plain decoding")])
+def test_the_chat_begins_with_who_drafts(history: str, said: str, pair: tuple[str, str]) -> None:
+    out = io.StringIO()
+    for draft, words in (("none", f"no draft model: {said} ·"), ("auto", f"{said}, until a head has been trained on")):
+        given = {"target": pair[0], "draft": draft, "dtype": "float32", "draft_length": "2", "history": history}
+        settings = load_settings(given)
+        with open_pair(settings, Console(file=io.StringIO())) as opened:
+            console = Console(file=out, width=200)
+            Chat(settings, opened, console, None, None, Trainer(settings, opened.state, 0)).greet()
+        assert words in out.getvalue()
+
+
 def test_a_command_may_go_on_after_a_line_break(opened: OpenedPair) -> None:
     chat, _ = played(opened, '"""/set\rtemperature 0.5"""\r')
     assert chat.sampling.temperature == 0.5
@@ -258,7 +286,7 @@ def test_a_conversation_that_no_longer_fits_forgets_its_oldest_turns_if_that_is_
     assert [m.content for m in chat.talk.turns][-2] == "Next?"
     assert 4 <= len(chat.talk.turns) < 18
     chat, said = played(opened, f"/load {file}\rNext?\rn\r")
-    assert "/forget drops the oldest" in said
+    assert "/forget takes the oldest question and its answer out of the conversation" in said
     assert len(chat.talk.turns) == 18
     chat, said = played(opened, f"/load {file}\r/retry\rn\r")
     assert "again: Question 8" in said
@@ -393,7 +421,7 @@ def test_a_chat_on_a_terminal(tmp_path_factory: pytest.TempPathFactory) -> None:
     assert "words here" in terminal.before
     terminal.expect("›")
     terminal.send("/help\r")
-    terminal.expect("forget the last question")
+    terminal.expect("take the last question")
     terminal.send("/exit\r")
     terminal.expect(pexpect.EOF)
     assert "leaked" not in terminal.before  # nanobind reports objects that are still alive when the process ends

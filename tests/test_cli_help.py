@@ -45,6 +45,8 @@ def commands(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[
 
 
 ALL = {" ".join(path): command for path, command in commands()}
+# The groups of commands, which have a help of their own.
+GROUPS = sorted({name.split()[0] for name in ALL if " " in name})
 
 
 @pytest.mark.parametrize("words", ["--help", "adapters --help", "doctor --help", "adapters list --help"])
@@ -76,6 +78,14 @@ def test_help_has_an_example_that_can_be_typed(name: str) -> None:
         assert words[: 1 + len(name.split())] == ["adaptive", *name.split()], example
         for word in words[: words.index("--") if "--" in words else None]:
             assert not word.startswith("--") or word.partition("=")[0] in options, f"{word} in {example!r}"
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_help_of_a_group_has_an_example_of_its_commands(name: str) -> None:
+    text = typer.main.get_command(app).commands[name].help  # type: ignore[attr-defined]
+    examples = [line.strip().removeprefix("Example: ") for line in text.splitlines() if "Example: " in line]
+    assert examples, f"the help of `adaptive {name}` has no line `Example: adaptive {name} ...`"
+    assert all(" ".join(example.split()[1:3]) in ALL for example in examples)
 
 
 def test_every_option_says_what_it_does() -> None:

@@ -123,8 +123,15 @@ def test_the_setting_holds_in_every_command_up_to_a_limit(adaptive: Command, mon
     monkeypatch.setenv("ADAPTIVE_THREADS", "2")
     code, _, _ = adaptive("generate", "Hello", "--max-new-tokens", "2", "--device", "cpu", "--no-record")
     assert (code, torch.get_num_threads()) == (0, 2)
+    # Commands that load a model for training or for an export; what they lack here is found later.
+    others = ["distill"], ["head", "made"], ["publish", "--engine", "vllm"]
+    for command in others:
+        torch.set_num_threads(4)
+        assert adaptive(*command)[0] == 2
+        assert torch.get_num_threads() == 2
     monkeypatch.setenv("ADAPTIVE_THREADS", "65536")
-    for command in (["generate", "Hello"], ["serve", "--port", "0"], ["draft-server", "--port", "0"], ["doctor"]):
+    loading = ["generate", "Hello"], ["serve", "--port", "0"], ["draft-server", "--port", "0"], ["export", "made"]
+    for command in (*others, *loading, ["doctor"]):
         code, out, said = adaptive(*command)
         assert (code, out) == (2, "")
         assert said.splitlines()[-1] == f"adaptive: threads is 65536; it must be at most {MOST_THREADS}"

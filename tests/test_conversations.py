@@ -13,7 +13,7 @@ from conftest import BUNDLED, save_random_pair
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from adaptive.caches import Conversations
+from adaptive.caches import Conversation, Conversations
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.protocol import Engine
 from adaptive.opened import OpenedPair
@@ -132,6 +132,34 @@ def test_without_memory_for_caches_the_chats_of_clients_are_still_sessions(sessi
     ask(session, SYSTEM, one, client="another")
     assert sessions(session) == [1, 2, 1]
     assert len(session.assistant.conversations) == 1  # has a cache
+
+
+@pytest.mark.parametrize("name", [None, "chat"])
+def test_a_chat_that_once_had_two_requests_at_a_time_goes_on_in_one_of_its_caches(
+    session: OpenedPair, name: str | None
+) -> None:
+    conversations = Conversations(session.pair.target, session.pair.draft, 200_000_000)
+    prompt, talk = list(range(1000, 1300)), (Message("user", "What is a boat?"),)
+
+    def take(more: int) -> Conversation:
+        """The conversation of the chat with ``more`` tokens, while it is answered."""
+        whole, said = [*prompt, *range(more)], (*talk, *[Message("assistant", "A ship.")] * more)
+        found = conversations.take(whole, said, "me", name)
+        found.target.keep_prefix_of([*whole, 0])
+        found.target.sequence.extend(whole[found.target.sequence.length :], 0)
+        found.target.tokens = whole
+        found.under_way = True
+        return found
+
+    both = take(0), take(0)
+    assert both[0] is not both[1]
+    both[0].under_way = False
+    assert take(1) is both[0], "the other one is in use"
+    both[0].under_way = both[1].under_way = False
+    for more in (2, 3, 4):
+        found = take(more)
+        found.under_way = False
+        assert found is both[0]
 
 
 @pytest.mark.parametrize(("raw", "most"), [(False, 1), (True, 5)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_the_head_of_the_demo_stands_in_the_table_and_is_kept_as_what_the_target
 ) -> None:
     for name, value in SHORT.items():
         monkeypatch.setattr(demo, name, value)
-    kept = tmp_path / "kept"
+    kept = tmp_path / "kept [v2]"
     status, out, err = adaptive("demo", "--json", "--dtype", "float32", "--seed", "1", "--keep", str(kept))
     assert status == 0, err
     found = json.loads(out)
@@ -78,12 +79,19 @@ def test_the_head_of_the_demo_stands_in_the_table_and_is_kept_as_what_the_target
     assert rows["head from nothing, 56 answers, length auto"]["draft_length"] is None
     assert found["greedy"] == {"answers": 2, "same": 2}
     assert "More answers teach a head more" in " ".join(err.split())
+    assert f"What it made is kept: adaptive history --state-dir {shlex.quote(str(kept))}\n" in err
     (alone,) = kept.glob("target--none-*")
     assert len(FeatureSpool(alone / "features", 0).ids()) == 56
     status, out, err = adaptive("adapters", "list", "--target", str(BUNDLED / "target"), "--state-dir", str(kept))
     assert status == 0, err
     assert "0001" in out
     assert "in use" in out
+
+
+def test_a_pair_without_a_draft_that_runs_here_is_one_clear_line(adaptive: Command) -> None:
+    status, _, err = adaptive("demo", "--draft", "none", "--target", str(BUNDLED / "target"))
+    assert status == 2
+    assert "the demo needs a draft that runs and is trained here" in err.splitlines()[-1]
 
 
 def test_a_kept_log_holds_no_answers_to_the_prompts_that_the_next_demo_judges_by(
@@ -160,5 +168,5 @@ def test_the_whole_demo_ends_with_an_adapter_and_a_head_and_what_they_brought(ad
     assert (found["adapter"], found["head"]) == ("0001", "0001")
     rows = {row["decoding"]: row for row in found["after"]}
     for made in ("draft distilled", "head from nothing, 280 answers"):
-        assert rows[made]["tokens_per_round"] > rows["draft as it came"]["tokens_per_round"]
+        assert rows[made]["tokens_per_round"] > rows[demo.UNTRAINED]["tokens_per_round"]
     assert "Speed against plain, at length auto:" in " ".join(err.split())

@@ -25,10 +25,17 @@ def config(kind: type[PreTrainedConfig], architecture: str) -> PreTrainedConfig:
 
 
 @pytest.mark.parametrize("multiplied", [True, False])
-def test_bfloat16_is_for_what_is_multiplied_in_it(multiplied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_is_for_what_is_multiplied_in_it(
+    multiplied: bool, own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What torch multiplies depends on the processor.
     monkeypatch.setattr(weights, "packs", lambda kind, device: multiplied)
-    monkeypatch.setattr(dtype, "fastest_dtype", lambda width: torch.bfloat16)
     known, unknown = config(LlamaConfig, "LlamaForCausalLM"), config(GPT2Config, "GPT2LMHeadModel")
+    own_home.mkdir()
+    for one in (known, unknown):
+        dtype.kept_dtype(one.get_text_config().hidden_size, own_home)
+    measured = json.loads((own_home / dtype.FILE).read_text())
+    (own_home / dtype.FILE).write_text(json.dumps(dict.fromkeys(measured, str(torch.bfloat16))))
     assert choose_dtype(load_settings({}), "cpu", known) == torch.bfloat16
     assert choose_dtype(load_settings({}), "cpu", unknown) == (torch.bfloat16 if multiplied else torch.float32)
     # An explicit setting is used as it is.
@@ -41,6 +48,7 @@ def test_a_gpu_without_bfloat16_computes_in_float16_unless_that_overflows(
 ) -> None:
     llama, gemma = config(LlamaConfig, "LlamaForCausalLM"), config(Gemma3TextConfig, "Gemma3ForCausalLM")
     for has, expected in ((True, [torch.bfloat16] * 2), (False, [torch.float16, torch.float32])):
+        # In place of a GPU that multiplies bfloat16 and one that does not.
         monkeypatch.setattr(load, "has_bfloat16", lambda where, has=has: has)
         assert [choose_dtype(load_settings({}), device, one) for one in (llama, gemma)] == expected
     monkeypatch.undo()

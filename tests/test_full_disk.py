@@ -138,7 +138,7 @@ def test_everything_can_be_purged_on_a_full_disk(small: Path) -> None:
         assert not held.flush()
         purged = adaptive("records", "purge", "--all", "--yes", "--state-dir", str(small))
         assert purged.returncode == 0, purged.stderr
-        assert "deleted 5 generations" in purged.stdout
+        assert "deleted 5 records" in purged.stdout
         on_disk = b"".join(file.read_bytes() for file in state.root.iterdir() if file.is_file())
         assert b"the-secret" not in on_disk
         assert not state.training.exists()

@@ -314,3 +314,8 @@ def test_options_that_a_command_would_not_heed_are_none_of_its(adaptive: Command
     assert adaptive("demo", "--state-dir", str(tmp_path))[0] == 2
     assert adaptive("bench", "--draft-length", "4")[0] == 2
     assert adaptive("calibrate", "--no-record")[0] == 2
+    for command in (("bench",), ("calibrate",), ("head", "h")):
+        for option in ("--keep-days", "--keep-gb", "--feature-gb"):
+            assert adaptive(*command, option, "1")[0] == 2
+    assert adaptive("head", "h", "--temperature", "0")[0] == 2
+    assert adaptive("export", "e", "--state-dir", str(tmp_path))[0] == 2

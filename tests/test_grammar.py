@@ -6,7 +6,9 @@ import io
 import json
 import random
 import re
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import BUNDLED
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.hf import from_tokenizer
 from rich.console import Console
 from test_lossless_sampled import PROMPT, VOCAB, NoText, models, p_value  # noqa: F401 - a fixture
 from transformers import AutoTokenizer
@@ -120,6 +123,70 @@ def test_a_schema_that_is_nested_beyond_reason_is_refused(grammars: Grammars) ->
             grammars.compile(json_schema(schema))
 
 
+def test_no_answer_waits_while_another_grammar_is_compiled(grammars: Grammars) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    class Large(Grammar):
+        """A grammar that takes long to compile."""
+
+        def source(self) -> str:
+            begun.set()
+            assert may_end.wait(60)
+            return super().source()
+
+    with ThreadPoolExecutor(2) as pool:
+        compiling = pool.submit(grammars.constraint, Large("regex", "[a-z]{2}large"))
+        assert begun.wait(60)
+        assert pool.submit(grammars.constraint, Grammar("regex", "[a-z]{2}small")).result(30)
+        may_end.set()
+        assert compiling.result()
+
+
+def test_a_grammar_is_of_the_notation_that_it_is_written_in() -> None:
+    assert notation("# a comment\n  my-rule ::= [a-z]\nroot ::= my-rule").kind == "gbnf"
+    assert notation('start: NAME " ::= " NAME\nNAME: /[a-z]+/').kind == "lark"  # writes such a grammar
+
+
+# llguidance fails at some 46 letters: when it consumes one, or when it makes the mask behind one.
+AS = notation('root ::= "a" root | "a"')
+LIMITS = [LLParserLimits(max_items_in_row=50), LLParserLimits(step_max_items=50)]
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=["consuming", "mask"])
+def test_an_answer_fails_where_its_grammar_does_with_every_draft(limits: LLParserLimits) -> None:
+    """Drafted tokens behind which the matcher fails change nothing, unless they are accepted."""
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
+    known, vocab = from_tokenizer(tokenizer, n_vocab=len(tokenizer)), len(tokenizer)
+    letter = tokenizer.convert_tokens_to_ids("a")
+    ends = set()
+    for drafted, kept in ((0, 0), (1, 1), (3, 1), (3, 3), (60, 0), (60, 2)):
+        one = Constraint(LLMatcher(known, AS.source(), log_level=0, limits=limits), vocab)
+        said = 0
+        with pytest.raises(AdaptiveError, match=r"cannot go on with its grammar: .*items"):  # noqa: PT012
+            while said < 60:
+                found = allowed(one, [letter] * drafted, drafted + 1, vocab)
+                assert all(letter in may for may in found)
+                one.forced(3)
+                for _ in range(kept + 1):  # the tokens of a round, one by one to find the place of the failure
+                    one.commit([letter])
+                    said += 1
+                    (may,) = allowed(one, [], 1, vocab)
+                    assert len(may) < vocab
+        ends.add(said)
+    assert len(ends) == 1
+    assert 20 < ends.pop() < 60
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=["consuming", "mask"])
+def test_what_is_accepted_behind_a_failure_ends_the_answer(limits: LLParserLimits) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
+    known, letter = from_tokenizer(tokenizer, n_vocab=len(tokenizer)), tokenizer.convert_tokens_to_ids("a")
+    one = Constraint(LLMatcher(known, AS.source(), log_level=0, limits=limits), len(tokenizer))
+    allowed(one, [letter] * 60, 61, len(tokenizer))
+    with pytest.raises(AdaptiveError, match="cannot go on with its grammar"):
+        one.commit([letter] * 60)
+
+
 @pytest.fixture
 def opened() -> OpenedPair:
     with open_pair(load_settings({"dtype": "float32"}), Console(file=io.StringIO())) as one:
@@ -163,6 +230,16 @@ def test_the_policy_goes_on_behind_a_stretch_longer_than_it_ever_drafts(opened: 
     assert said is not None
     assert re.fullmatch(f"{text}[a-z]{{40}}", said.text)
     assert max(one.drafted for one in said.rounds if one.drafter == "grammar") > LONGEST
+
+
+@pytest.mark.parametrize("length", [0, 4])
+def test_an_answer_whose_grammar_grows_too_large_ends_with_an_error(opened: OpenedPair, length: int) -> None:
+    parts = " ".join(f'"{number} "?' for number in range(2500))
+    grammar = notation(f'start: "Well: " ("then" | {parts})')
+    opened.assistant.policy = FixedLength(length)
+    steps = opened.assistant.chat([Message("user", "Which?")], SamplingParams(0.0), StopParams(80), grammar=grammar)
+    with pytest.raises(AdaptiveError, match=r"cannot go on with its grammar: .* max is 2000"):
+        list(steps)
 
 
 def test_the_log_keeps_the_distribution_without_the_mask_and_says_that_there_was_one(

@@ -159,7 +159,7 @@ def test_chat_messages_teach_no_head(tmp_path: Path, spoken: list[Generation]) -
 
 def test_only_records_with_features_are_learned_from(tmp_path: Path, spoken: list[Generation]) -> None:
     spool, head = keep(tmp_path, spoken, first=85), new_head(tmp_path)
-    with pytest.raises(AdaptiveError, match="15 usable generations"):
+    with pytest.raises(AdaptiveError, match="15 usable answers"):
         distill(tmp_path / "records.db", AdapterStore(tmp_path / "adapters"), BASE, head, SHORT, spool=spool)
 
 

@@ -1,4 +1,5 @@
-"""Every example in a command's help runs unchanged, in a folder that holds everything the example names."""
+"""Every example in a command's help runs unchanged; those of LONG and CHATS only with ``-m long``, which ``.ci/run``
+leaves out. They run in a folder that holds everything they name."""
 
 from __future__ import annotations
 

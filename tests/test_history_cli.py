@@ -14,12 +14,14 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Command
+from conftest import Command, save_random_pair
 from records_factory import generation
 
+from adaptive.pair import pair_identity
 from adaptive.records.log import Log
 from adaptive.records.stats import speculative_stats
 from adaptive.records.writer import LogWriter
+from adaptive.settings import load_settings
 from adaptive.types import Round
 
 SAID = [
@@ -66,7 +68,7 @@ def test_json_figures_are_those_of_the_rounds(records: Path, adaptive: Command) 
         "num_accepted_draft_tokens": stats.num_accepted_draft_tokens,
         "acceptance_histogram": list(stats.acceptance_histogram),
     }
-    assert [(row["key"], row["generations"]) for row in value["rows"]] == [("base draft", 5), ("0001", 7)]
+    assert [(row["key"], row["generations"]) for row in value["rows"]] == [("no adapter", 5), ("0001", 7)]
     assert [(s["generation"], s["after"]) for s in value["swaps"]] == [(6, "0001")]
     assert [p["position"] for p in value["positions"]] == [1, 2, 3, 4]
     assert len(value["series"]) == 12
@@ -83,7 +85,7 @@ def test_table_and_plot_fit_eighty_columns(records: Path, adaptive: Command, by:
     assert ("tokens drafted a round" if by == "position" else "acceptance, %") in out
     assert "tokens per second" in out
     assert "\x1b" not in out  # no colours outside a terminal
-    assert {"session": "[s]2", "adapter": "base draft"}.get(by, "") in out
+    assert {"session": "[s]2", "adapter": "no adapter"}.get(by, "") in out
 
 
 def test_who_drafted_is_said(records: Path, adaptive: Command) -> None:
@@ -137,9 +139,10 @@ def test_csv_has_a_line_for_every_row(records: Path, adaptive: Command) -> None:
 
 def test_the_html_report_needs_no_network(records: Path, adaptive: Command, tmp_path: Path) -> None:
     report = tmp_path / "report.html"
-    assert adaptive("history", "--html", str(report))[0] == 0
+    status, _, err = adaptive("history", "--html", str(report), "--by", "position")
+    assert (status, f"wrote {report} (rows by adapter, and the positions below them)" in err) == (0, True)
     page = report.read_text(encoding="utf-8")
-    assert "base draft" in page
+    assert "no adapter" in page
     assert len(page) < 200_000
     assert 'name="viewport"' in page
     assert not re.search(r"<(script|img|iframe|link[^>]*stylesheet)[^>]*(src|href)=", page)
@@ -189,11 +192,32 @@ def test_stats_in_json_count_the_log(records: Path, adaptive: Command) -> None:
 
 
 def test_export_names_its_format_by_the_file(records: Path, adaptive: Command, tmp_path: Path) -> None:
-    assert adaptive("records", "export", str(tmp_path / "a.jsonl"))[0] == 0
-    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 12
+    file = tmp_path / "a.jsonl"
+    file.write_text("written by hand\n")
+    status, _, err = adaptive("records", "export", str(file))
+    assert (status, "--force to write over it" in err, file.read_text()) == (2, True, "written by hand\n")
+    assert adaptive("records", "export", str(file), "--force")[0] == 0
+    assert len(file.read_text().splitlines()) == 12
     assert len(adaptive("records", "export", "-")[1].splitlines()) == 12
     status, _, err = adaptive("records", "export", "a.txt")
     assert (status, "name it .jsonl or .parquet" in err) == (2, True)
+
+
+def test_what_takes_long_is_shown_on_a_terminal_and_stays_out_of_the_output(
+    records: Path, adaptive: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes every stream for a terminal
+    monkeypatch.setenv("TERM", "xterm")
+    for command, shown in (
+        (("check",), "reading the log"),
+        (("export", str(tmp_path / "a.jsonl")), "reading the log"),
+        (("purge", "--older-than", "30d", "--yes"), "deleting"),
+    ):
+        status, out, err = adaptive("records", *command)
+        assert (status, shown in err, shown in out) == (0, True, False)
+    status, out, err = adaptive("records", "export", "-")
+    assert len(out.splitlines()) == 12
+    assert "\x1b" not in err
 
 
 def test_purge_asks_first_and_deletes_what_was_named(
@@ -204,7 +228,7 @@ def test_purge_asks_first_and_deletes_what_was_named(
     assert Log(records).count() == 12
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     status, out, _ = adaptive("records", "purge", "--session", "[s]1")
-    assert (status, "deleted 4 generations" in out) == (0, True)
+    assert (status, "deleted 4 records" in out) == (0, True)
     assert "deleted 0" in adaptive("records", "purge", "--older-than", "30d", "--yes")[1]
     assert Log(records).count() == 8
 
@@ -220,7 +244,7 @@ def test_purge_of_a_pair_that_nobody_named_says_which_it_is_and_asks(
     assert (status, "big--small-1234 is only the one used last" in err) == (2, True), err
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     status, _, err = adaptive("records", "purge", "--all")
-    assert (status, "12 of 12 generations of big--small-1234" in err) == (1, True)
+    assert (status, "12 of 12 records of big--small-1234" in err) == (1, True)
     assert (Log(records).count(), Log(another).count()) == (12, 1)
     shutil.rmtree(another.parent)
     assert adaptive("records", "purge", "--all", "--yes")[0] == 0  # the only log left, so no pair need be named
@@ -247,6 +271,22 @@ def test_a_damaged_log_is_one_line_and_status_2(records: Path, adaptive: Command
     assert "is empty" in adaptive("records", "stats")[1]
 
 
+def test_a_log_of_before_the_target_had_weights_is_named_until_it_is_taken_over(
+    own_home: Path, adaptive: Command, tmp_path: Path
+) -> None:
+    target, draft = save_random_pair(tmp_path / "pair of [mine]", "qwen2")
+    names = ("--target", str(target), "--draft", str(draft))
+    earlier = own_home / pair_identity(load_settings({"target": names[1], "draft": names[3]}), thin=True).id
+    with LogWriter(earlier / "records.db") as writer:
+        writer.write(generation(text=""))
+    take_over = f"adaptive records import {earlier / 'records.db'}"
+    status, _, err = adaptive("records", "stats", *names)
+    assert (status, take_over in err) == (2, True)
+    assert adaptive(*take_over.split()[1:], *names)[0] == 0
+    status, out, err = adaptive("records", "stats", *names)
+    assert (status, "1 in 1 session" in out, take_over in err) == (0, True, False)
+
+
 def test_the_queries_of_the_documentation_run(records: Path) -> None:
     page = (Path(__file__).parent.parent / "docs" / "schema.md").read_text(encoding="utf-8")
     queries = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
@@ -255,9 +295,18 @@ def test_the_queries_of_the_documentation_run(records: Path) -> None:
     assert [len(rows) for rows in found] == [2, 1, 12]
     assert found[0][1][:2] == ("0001", 7)
     assert found[1][0][2] == round(speculative_stats(ROUNDS).mean_acceptance_length, 2)
-    columns = {
-        row[1]
-        for table in ("generations", "rounds", "round_times")
-        for row in connection.execute(f"PRAGMA table_info({table})")
+
+
+def test_the_tables_of_the_documentation_are_those_of_the_log(records: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "schema.md").read_text(encoding="utf-8")
+    told: dict[str, list[str]] = {}
+    for section in page.split("\n## `")[1:]:
+        cells = re.findall(r"^\| (`.+?) \|", section, re.MULTILINE)  # the first one of each row; it may name several
+        told[section.partition("`")[0]] = sorted(name for cell in cells for name in re.findall(r"`(\w+)`", cell))
+    del told["supervision"]  # no table, but the format of a column
+    connection = sqlite3.connect(records)
+    tables = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'"
+    assert told == {
+        table: sorted(row[1] for row in connection.execute(f"PRAGMA table_info({table})"))
+        for (table,) in connection.execute(tables).fetchall()
     }
-    assert columns <= set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))

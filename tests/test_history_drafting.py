@@ -422,16 +422,27 @@ def test_rounds_of_history_say_nothing_of_an_adapter(pair: Pair, prompts: list[s
     assert [r.drafter for _, rounds in assistant.rounds_by_adapter for r in rounds] == ["model", "none"]
 
 
-@pytest.mark.parametrize("history", ["auto", "session", "off"])
-def test_generate_names_who_drafted(history: str, tmp_path: Path, adaptive: Command) -> None:
+ONCE, REPEATED = "Say hello.", "Repeat after me: red green blue, red green blue, red green blue, red green"
+
+
+@pytest.mark.parametrize(
+    ("history", "prompt", "drafts"),
+    [("auto", ONCE, True), ("session", ONCE, False), ("session", REPEATED, True), ("off", REPEATED, False)],
+)
+def test_generate_names_who_drafted(history: str, prompt: str, drafts: bool, tmp_path: Path, adaptive: Command) -> None:
+    """The answer to REPEATED repeats itself. That to ONCE is a short sentence, which only the log holds."""
     file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps({"prompt": "Say hello."}) + "\n")
+    file.write_text(json.dumps({"prompt": prompt}) + "\n")
     command = ("generate", "--prompts", str(file), "--json", "--history", history, "--draft-length", "4")
+    command += ("--temperature", "0", "--dtype", "float32", "--max-new-tokens", "60")
     drafters: list[dict[str, Any]] = []
+    accepted = 0
     # The log is read in the background, and a short answer may end before that.
-    while len(drafters) < 2 or (history == "auto" and HISTORY not in drafters[-1] and len(drafters) < 6):
-        code, out, err = adaptive(*command, "--max-new-tokens", "60", "--state-dir", str(tmp_path / "state"))
+    while len(drafters) < 2 or (drafts and not accepted and len(drafters) < 6):
+        code, out, err = adaptive(*command, "--state-dir", str(tmp_path / "state"))
         assert code == 0, err
         drafters.append(json.loads(out)["drafters"])
-    assert (HISTORY in drafters[-1]) == (history == "auto") or history == "session"
+        accepted = drafters[-1].get(HISTORY, {"accepted": 0})["accepted"]
+    assert bool(accepted) is drafts
+    assert history != "off" or all(HISTORY not in found for found in drafters)
     assert all(set(one) == {"rounds", "drafted", "accepted"} for found in drafters for one in found.values())

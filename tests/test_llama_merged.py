@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import re
-import shutil
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import BUNDLED, save_random_adapter
 from gguf_pair import engine, write_bundled
+from small_disks import small_disk
 
 from adaptive.engines.llamacpp import merged as llama_merged
 from adaptive.engines.llamacpp.engine import LlamaCppEngine
@@ -100,38 +101,43 @@ def test_nothing_is_merged_while_a_model_is_at_work(
 ) -> None:
     caplog.set_level(logging.INFO, "adaptive.engines")
     draft = engine(write_bundled("draft", folder, "f32"))
+    began = time.perf_counter()
     for adapter in adapters:  # the second one is applied before the first is merged
         for _ in draft.swap_adapter(adapter):
             pass
+    since = time.perf_counter()
     time.sleep(1.0)  # three times the delay before a merge, and many times what merging takes
     assert draft.running is draft.llama
+    waited = time.perf_counter() - since
     PASSES.last = -math.inf
     draft.merging.wait()
+    at_most = time.perf_counter() - began - waited
     assert draft.running is not draft.llama
     (took,) = re.findall(r"is merged into the weights \((.+) s\)", caplog.text)
-    assert float(took) < 1.0, "without the time that it waited"
+    assert float(took) <= at_most + 0.05, "without the time that it waited"  # it is said to a tenth of a second
     found = logits(draft)
     beside(draft, adapters[1])
     torch.testing.assert_close(found, logits(draft), atol=0.01, rtol=0)
 
 
+@pytest.mark.parametrize("lacking", ["disk", "memory"])
 def test_where_it_cannot_be_merged_the_adapter_stays_beside_the_weights(
-    folder: Path, adapters: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    lacking: str,
+    folder: Path,
+    adapters: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "adaptive.engines")
     draft = engine(write_bundled("draft", folder, "f32"))
     beside(draft, adapters[0])
     expected = logits(draft)
-
-    def full(*args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(shutil, "copyfile", full)
-    draft.apply_adapter(adapters[0])
-    assert "No space left on device" in caplog.text
-    monkeypatch.setattr(llama_merged, "OWN_SHARE", 0.0)
-    draft.apply_adapter(adapters[0])
-    assert "no memory to merge it" in caplog.text
+    with small_disk(tmp_path / "small", "3m") if lacking == "disk" else nullcontext(tmp_path) as temporary:
+        monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+        monkeypatch.setattr(llama_merged, "OWN_SHARE", llama_merged.OWN_SHARE if lacking == "disk" else 0.0)
+        draft.apply_adapter(adapters[0])
+    assert {"disk": "No space left on device", "memory": "no memory to merge it"}[lacking] in caplog.text
     assert draft.running is draft.llama
     assert torch.equal(logits(draft), expected)
 

@@ -294,11 +294,3 @@ def test_weights_lie_in_huge_pages_unless_memory_is_short(folder: Path, monkeypa
     mapped = engine(file)
     tokens = [5, 6, 7]
     assert torch.equal(read.sequence().extend(tokens, 3), mapped.sequence().extend(tokens, 3))
-
-
-def test_a_file_in_parts_is_as_large_as_all_of_them(tmp_path: Path) -> None:
-    for number in (1, 2, 3):
-        (tmp_path / f"a[1]-0000{number}-of-00003.gguf").write_bytes(b"x" * 10 * number)
-    (tmp_path / "other.gguf").write_bytes(b"x" * 7)
-    assert llama_model._size(tmp_path / "a[1]-00001-of-00003.gguf") == 60
-    assert llama_model._size(tmp_path / "other.gguf") == 7

@@ -97,7 +97,7 @@ def test_a_promotion_is_foreseen_and_checked_and_both_are_kept(
         until(lambda: bool(load(taught.state.promotions)), trainer)
         (foreseen,) = load(taught.state.promotions)
         assert foreseen.expected == pytest.approx(1.5 / 1.07, rel=1e-3)
-        assert "not checked yet" in foreseen.text
+        assert "not measured yet" in foreseen.text
     # A restart in between changes nothing, and makes no new prediction.
     write_log(taught.state.records, [answered(n, adapter, 0.01) for n in range(40, 80)])
     with training(taught, distill="off") as trainer:
@@ -107,7 +107,7 @@ def test_a_promotion_is_foreseen_and_checked_and_both_are_kept(
     assert found.came == pytest.approx(0.3 / 0.2, rel=0.02)  # rounds of 20 ms, then of 10 ms
     said = [record.getMessage() for record in caplog.records]
     assert any("1.40 times as fast as before, by replay" in line for line in said)
-    assert any("1.50 times came" in line for line in said)
+    assert any("measured 1.50 times (" in line for line in said)
 
 
 def test_an_adapter_that_comes_back_after_a_rollback_is_no_promotion(taught: Taught) -> None:

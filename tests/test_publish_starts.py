@@ -177,6 +177,17 @@ def test_an_option_that_is_not_understood_is_said(kind: Kind, start: str, said: 
         edited(start, kind, options(kind, Path("/new"), 3))
 
 
+@pytest.mark.parametrize("name", ["--spec-draft-n-min", "--draft-min", "--draft-n-min"])
+def test_a_shortest_draft_that_keeps_the_draft_from_being_used_is_said(name: str) -> None:
+    start = f"llama-server {name} 4 -m t"
+    with pytest.raises(AdaptiveError, match=r"--spec-draft-n-min 4 .* take it out$"):
+        edited(start, LLAMA_SERVER, options(LLAMA_SERVER, Path("/d"), 3))
+    with pytest.raises(AdaptiveError, match=r"take it out$"):
+        edited(f"llama-server {name}", LLAMA_SERVER, options(LLAMA_SERVER, Path("/d"), 4))
+    told = edited(start, LLAMA_SERVER, options(LLAMA_SERVER, Path("/d"), 4))
+    assert "--spec-draft-n-min 4 -m t" in told
+
+
 def test_a_start_file_with_windows_ends_of_lines_gets_them_back(tmp_path: Path) -> None:
     file, before = tmp_path / "start.bat", b"rem start\r\nllama-server -m t.gguf\r\n"
     file.write_bytes(before)

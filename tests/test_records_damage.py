@@ -140,7 +140,7 @@ def test_an_export_leaves_damaged_records_out_and_says_so(path: Path, adaptive: 
     damage_column(path, 7, "text", "TEXT")
     status, _, err = adaptive("records", "export", str(tmp_path / "out.jsonl"))
     assert status == 0
-    assert f"exported {COUNT - 1} generations" in err
+    assert f"exported {COUNT - 1} records" in err
     assert "1 damaged" in err
 
 

@@ -274,7 +274,7 @@ def test_chosen_lengths_and_the_forecast_stand_beside_what_came_of_them() -> Non
 
 def test_rows_tell_the_base_draft_from_no_draft_at_all() -> None:
     rows = grouped([figures(1, None, (0, 0)), figures(2, None, (2, 1)), figures(3, "0001", (2, 2))], "adapter")
-    assert [(r.key, r.generations) for r in rows] == [("no draft", 1), ("base draft", 1), ("0001", 1)]
+    assert [(r.key, r.generations) for r in rows] == [("no draft", 1), ("no adapter", 1), ("0001", 1)]
     assert [r.speculation.mean_acceptance_length for r in rows] == [1.0, 2.0, 3.0]
 
 

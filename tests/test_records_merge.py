@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 from conftest import BUNDLED
 from records_factory import generation, same
+from transformers import AutoTokenizer
 
 from adaptive.errors import AdaptiveError
+from adaptive.pair import pair_identity
 from adaptive.records.history import History, history
 from adaptive.records.log import Log
 from adaptive.records.merge import Merged, merge
 from adaptive.records.writer import LogWriter
+from adaptive.settings import load_settings
 from adaptive.state import PairState, open_state
 from adaptive.types import Generation, Timings
 
@@ -199,3 +202,29 @@ def test_the_command_says_what_it_took(adaptive: Any, tmp_path: Path, own_home: 
         assert status == 0
         assert {name: json.loads(out)[name] for name in ("taken", "known")} == {"taken": taken, "known": known}
     assert len(list(own_home.glob("*/records.db"))) == 1
+
+
+def test_a_log_of_before_the_targets_weights_were_there_is_named_and_can_be_taken_over(
+    adaptive: Any, own_home: Path, tmp_path: Path
+) -> None:
+    """`adaptive learn` needs a folder with config and tokenizer only, `adaptive head` the weights too."""
+    target = tmp_path / "target"
+    target.mkdir()
+    for file in (BUNDLED / "target").iterdir():
+        if file.suffix != ".safetensors":
+            (target / file.name).symlink_to(file)
+    names = ("--target", str(target), "--draft", "none")
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    made = generation(1, supervised=False)
+    made = dataclasses.replace(made, text=str(tokenizer.decode(made.output)))
+    thin = pair_identity(load_settings({"target": str(target), "draft": "none"})).id
+    log = write(own_home / thin / "records.db", made)
+    (target / "model.safetensors").symlink_to(BUNDLED / "target" / "model.safetensors")
+    status, _, errors = adaptive("records", "stats", *names)
+    assert status == 2
+    assert f"adaptive records import {log}` with the same" in errors
+    status, _, errors = adaptive("records", "import", str(log), *names)
+    assert status == 0, errors
+    status, out, errors = adaptive("records", "stats", "--json", *names)
+    assert (status, json.loads(out)["generations"]) == (0, 1)
+    assert "import" not in errors

@@ -8,13 +8,13 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from conftest import BUNDLED, Command
 from draft_servers import DraftServer, impostor, say, served_here
 from pydantic import SecretStr
@@ -24,15 +24,16 @@ from test_lossless_sampled import PARAMS, VOCAB, exact_distribution, models, p_v
 from adaptive.assistant import Assistant, length_policy
 from adaptive.control.nodes import NodesByCost
 from adaptive.control.policy import FixedLength, LengthPolicy
+from adaptive.draft_server import Drafts, UnknownError
 from adaptive.drafting import remote as drafting
 from adaptive.drafting.remote import RemoteDrafter
 from adaptive.engines.hf.engine import TransformersEngine
+from adaptive.engines.load import Source, load_engine
 from adaptive.errors import AdaptiveError
 from adaptive.measure import trees_pay
 from adaptive.pair import Pair, load_pair, pair_identity
 from adaptive.records.writer import LogWriter
 from adaptive.remote import Remote
-from adaptive.sampling import LogitsProcessor
 from adaptive.settings import load_settings
 from adaptive.types import REMOTE, REMOTE_TREE, Message, SamplingParams, StopParams
 from adaptive.vocabulary import Vocabulary
@@ -86,7 +87,7 @@ def accepted_while_equal(
         assert tokens(drafted, prompt, sampling, most) == tokens(plain, prompt, sampling, most)
         assert drafted.last is not None
         accepted += drafted.last.accepted
-        assert {one.drafter for one in drafted.last.rounds} <= {REMOTE, REMOTE_TREE, "none"}
+        assert {one.drafter for one in drafted.last.rounds} <= {REMOTE_TREE if policy.tree else REMOTE, "none"}
     return accepted
 
 
@@ -118,9 +119,7 @@ def test_the_whole_loop_samples_from_the_target(models: tuple[TransformersEngine
     runs, params = 1000, PARAMS[3]
     with served_here(models[1], Vocabulary(tokens={}, probe=[])) as url:
         remote = Remote(url, None)
-        drafter = RemoteDrafter(
-            remote, PROMPT_HOLDER, VOCAB, params, LogitsProcessor(params, VOCAB, torch.device("cpu"))
-        )
+        drafter = RemoteDrafter(remote, PROMPT_HOLDER, VOCAB, params)
         counts = run_loop(models, params, 2, runs, certain=drafter)  # type: ignore[arg-type]
     assert remote.figures.proposals > runs
     assert not remote.figures.refused
@@ -247,6 +246,23 @@ def test_drafting_goes_on_where_the_server_comes_back(server: DraftServer, pair:
             assert remote.figures.lost > 0
             assert remote.figures.proposals > before[0] > 0
     assert real.connected
+
+
+@pytest.mark.parametrize("room_for_all", [True, False])
+def test_what_was_drafted_ahead_counts_as_memory_of_its_conversation(room_for_all: bool) -> None:
+    """With room for the caches of two conversations alone, the older one is forgotten."""
+    settings = load_settings({**SETTINGS, "draft": str(BUNDLED / "draft")})
+    engine = load_engine(Source("it", BUNDLED / "draft", "none"), settings, "cpu", lambda share: None, draft=True)
+    drafts = Drafts(engine, 10**9)
+    asked = Asked("a", 0, list(range(3, 40)), 8, False, engine.vocab_size, SamplingParams(temperature=1.0))
+    for name in ("a", "b"):
+        assert drafts.propose(replace(asked, conversation=name)) is not None
+        while drafts.step():
+            pass
+    held = drafts._held.values()
+    drafts._cache_bytes = sum(one.memory if room_for_all else one.sequence.memory.total for one in held)
+    with nullcontext() if room_for_all else pytest.raises(UnknownError):
+        drafts.propose(replace(asked, common=37, tokens=[5]))
 
 
 @pytest.mark.thorough

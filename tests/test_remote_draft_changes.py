@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import Command
 from draft_servers import served_here
 from slow_disk import until
@@ -20,7 +19,6 @@ from adaptive.drafting import remote as drafting
 from adaptive.drafting.remote import RemoteDrafter
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.remote import Remote
-from adaptive.sampling import LogitsProcessor
 from adaptive.vocabulary import Vocabulary
 from adaptive.wire import Hello
 
@@ -49,8 +47,7 @@ def drafting_with(
     with served_here(engine, Vocabulary(tokens={}, probe=[]), change=change) as url:
         remote, said = Remote(url, None), list[str]()
         remote.say = said.append
-        processor = LogitsProcessor(GREEDY, VOCAB, torch.device("cpu"))
-        yield RemoteDrafter(remote, Holder(), VOCAB, GREEDY, processor), said
+        yield RemoteDrafter(remote, Holder(), VOCAB, GREEDY), said
 
 
 def test_another_draft_at_the_address_is_not_used_and_said_once(models: Models) -> None:

@@ -114,7 +114,7 @@ def test_the_plain_draft_is_named_where_an_adapter_is_worse_than_none(tmp_path: 
     store.promote(publish_noise(store, target()), "forced")
     found = review(log, store, BASE, target(), None)  # the draft is the target itself
     assert found.best is None
-    assert "the plain draft has an acceptance of 1.00" in found.message
+    assert "the draft without an adapter has an acceptance of 1.00" in found.message
 
 
 @pytest.mark.thorough
@@ -139,7 +139,7 @@ def test_a_trainer_takes_an_adapter_out_of_use_that_is_worse_than_no_adapter(tau
         trainer.idle()
         until(lambda: store.current_id() is None, trainer)
         until(lambda: "adapter 0002 is out of use" in trainer.status.watch, trainer)
-        assert "the plain draft has an acceptance of 1.00" in trainer.status.watch
+        assert "the draft without an adapter has an acceptance of 1.00" in trainer.status.watch
         assert trainer.runs == 0
         until(lambda: trainer.status.activity == "waiting", trainer)
     assert Doubt.load(taught.state.doubts) == Doubt("0002", settled=80, reviewed=80)

@@ -26,6 +26,7 @@ from rich.console import Console
 
 from adaptive.records.writer import LogWriter
 from adaptive.types import Message, Round
+from cli.demo import UNTRAINED
 from cli.demo_figures import Tally, figures_table
 from cli.talk import Talk
 
@@ -40,7 +41,8 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[()][A-Z0-9]|\x1b[=>]|\r")
 MASKED = (
     (r"\d+(\.\d+)? (kB|MB)", "# kB"), (r"(?<![\d.])\d+ tokens/s", "# tokens/s"),
     (r"\d+ prompt tokens from", "# prompt tokens from"),
-    (r"session [0-9a-f]{12}", "session ############"), (r"says--none-[0-9a-f]+", "says--none-#"),
+    (r"session(\s)[0-9a-f]{12}", r"session\1############"), (r"says--none-[0-9a-f]+", "says--none-#"),
+    (r"([\u2801-\u28ff] [a-z ]+)+\n", ""),  # a status line, which the terminal has erased
 )  # fmt: skip
 COMMANDS = (
     ("history",),
@@ -93,11 +95,11 @@ def plain(text: str) -> str:
     for figure, masked in MASKED:
         screen = re.sub(figure, masked, screen)
     # The line break depends on the length of the speed, and the drafter on the time that lookups took.
-    return re.sub(r"# tokens/s[^›]*?(?:no\s+draft|as\s+fast\s+as\s+plain)", _decoded, screen)
+    return re.sub(r"# tokens/s[^›]*?(?:no\s+draft\s+model|as\s+fast\s+as\s+plain)", _decoded, screen)
 
 
 # History may draft a round now and then.
-PLAIN = r"plain(, but for \d+ of \d+ rounds)?: no draft"
+PLAIN = r"plain(, but for \d+ of \d+ rounds)?: no draft model"
 
 
 def _decoded(said: re.Match[str]) -> str:
@@ -148,7 +150,7 @@ def test_the_last_table_of_the_demo(width: int) -> None:
     rounds = [Round("model", 4, kept, 0.01, 0.02) for kept in (0, 1, 4, 2)]
     counted = {"tokens": 11_000, "seconds": 4.0, "rounds": rounds}
     made = (("draft distilled", "draft", "0001"), ("head from nothing, 280 answers", "head", "0001"))
-    ways = [Tally("plain", 0, tokens=9_876, seconds=4.0), Tally("draft as it came", 4, **counted)]  # type: ignore[arg-type]
+    ways = [Tally("plain", 0, tokens=9_876, seconds=4.0), Tally(UNTRAINED, 4, **counted)]  # type: ignore[arg-type]
     for label, drafter, adapter in made:
         ways += [Tally(label, length, drafter, adapter, **counted) for length in (4, None)]  # type: ignore[arg-type]
     said = io.StringIO()
@@ -219,7 +221,7 @@ SCENES = {
         ('them"""', "# tokens/s"),
         ("/etc/hosts what is this?", "# tokens/s"),
         ("/retry", "# tokens/s"),
-        ("/undo", "forgot: "),
+        ("/undo", "taken out of the conversation: "),
     ),
     "an answer that is cut": (
         ("/set max_tokens 5", "max_tokens 5"),

@@ -67,6 +67,7 @@ def until_idle(server: Server) -> None:
 
 def test_health_says_loading_and_then_ready(server: Server) -> None:
     assert server.health == [503, 200]
+    assert httpx.head(f"{server.url}/health", timeout=60).status_code == 200
 
 
 def test_a_chat_is_answered_with_usage_timings_and_acceptance(client: openai.OpenAI) -> None:
@@ -349,6 +350,7 @@ def test_the_page_is_whole_in_itself_and_its_data_is_behind_the_key(server: Serv
     for path in ("/", "/chat"):
         page = httpx.get(server.url + path, timeout=60)
         assert page.status_code == 200
+        assert httpx.head(server.url + path, timeout=60).status_code == 200
         assert "http" not in page.text
         loaded = re.findall(r'(?:src|href)="(assets/[^"]+)"', page.text)
         assert len(loaded) >= 3

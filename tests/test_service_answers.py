@@ -121,6 +121,10 @@ def test_a_forgotten_answer_is_nowhere_and_what_holds_it_goes_with_it(server: Se
     while http.get("/slots").json()[0]["conversations_cached"]:
         assert time.monotonic() < deadline, "the caches still hold it"
         time.sleep(0.05)
+    # The next turn of a chat that still contains it.
+    chat(http, f"My name is {secret}. Greet me.", text_of(first), "And again!", session="still open")
+    assert http.get("/adaptive/answers").json()["answers"][0]["session"] == "colours"
+    assert secret.encode() not in on_disk(server.home)
 
 
 def test_a_session_is_forgotten_by_its_name(http: httpx.Client) -> None:
@@ -283,6 +287,5 @@ def test_the_page_is_told_what_changes_and_a_server_that_ends_ends_its_streams(s
         sizes = other.get("/adaptive/storage").json()
         assert "answers" in {size["name"] for size in sizes["disk"]}
         assert sizes["memory"][0]["bytes"] > 50e6
-        began = time.monotonic()
         assert server.stop() == 0
-        assert time.monotonic() - began < 8  # an open stream would delay the end by 12 s
+        list(lines)  # raises if the stream was cut, which uvicorn does after 12 s with one that does not end

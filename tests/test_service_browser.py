@@ -311,6 +311,13 @@ def test_the_chat_streams_stops_edits_regenerates_and_marks_what_was_drafted(ser
     until(lambda: len(all_of("#talk .assistant")) == 1)
     one("#new").click()
     assert not all_of("#talk li")
+    one("#back").click()
+    assert len(all_of("#talk .assistant")) == 1
+    assert one("#talk .user button").get_attribute("aria-label") == "Edit: Name three colours."
+    one("#new").click()
+    assert not all_of("#talk li")
+    browser.refresh()
+    until(lambda: one("#back").is_displayed())
     with server.http() as http:
         newest = http.get("/adaptive/answers").json()["answers"][0]
     assert newest["session"].startswith("page-")

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import plistlib
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,9 @@ from filelock import FileLock
 
 from adaptive.errors import AdaptiveError
 from adaptive.service import notices
+from adaptive.service.server import only_server
+from adaptive.settings import load_settings
+from adaptive.state import open_state
 from cli import service
 from cli.managers import Launchd, Systemd, unit_of
 
@@ -53,6 +60,8 @@ def test_it_is_written_started_shown_and_removed(
     (tmp_path / "my target").mkdir()
     (tmp_path / "key").touch()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ADAPTIVE_DEBUG", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "models"))
     options = ("--target", "my target", "--port=8081", "--cache-mb", "5", "--draft-key-file", "key")
     status, out, err = adaptive("service", "install", "--", *options)
     assert status == 0, err
@@ -63,8 +72,13 @@ def test_it_is_written_started_shown_and_removed(
     program = command.removeprefix("ExecStart=").split(" serve ")[0]
     assert subprocess.run([*shlex.split(program), "--version"], capture_output=True, check=True).stdout
     told = [line.removeprefix("--user ") for line in manager()]
-    assert told == ["daemon-reload", "enable adaptive", "restart adaptive", "is-active adaptive"]
-    assert "ADAPTIVE_HOME" in err  # a service does not inherit it
+    starting = ["daemon-reload", "enable adaptive", "reset-failed adaptive", "restart adaptive", "is-active adaptive"]
+    assert told == starting
+    assert {"OOMPolicy=continue", "KillMode=mixed"} <= set(unit(tmp_path).read_text().splitlines())
+    assert re.search("ADAPTIVE_HOME.* into adaptive.toml\n", err)  # a service does not inherit it
+    assert re.search("HF_HOME, .*XDG_CONFIG_HOME.* into ~/.config/environment.d/adaptive.conf", err)
+    assert "ADAPTIVE_DEBUG" not in err  # which no file can set
+    monkeypatch.delenv("ADAPTIVE_DEBUG")
 
     assert adaptive("service", "status")[:2] == (0, f"{unit(tmp_path)}: active\n")
     assert adaptive("service", "remove")[0] == 0
@@ -144,6 +158,9 @@ def test_a_systemd_that_cannot_be_reached_is_one_line(
     status, _, err = adaptive("service", "install")
     assert status == 2
     assert "`systemctl --user daemon-reload` failed: no bus" in err
+    status, out, err = adaptive("service", "remove")
+    assert (status, out, unit(tmp_path).is_file()) == (2, "", True)
+    assert "`systemctl --user disable --now adaptive` failed: no bus; " in err
 
 
 def test_a_system_without_either_is_told_so(
@@ -203,6 +220,18 @@ def test_launchd_is_given_the_command_word_by_word(tmp_path: Path, monkeypatch: 
     assert Systemd().file.name == "adaptive.service"
 
 
+def test_an_agent_that_launchd_does_not_stop_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool, state = tmp_path / "launchctl", tmp_path / "state"
+    tool.write_text(f'#!/bin/sh\n[ "$1" = print ] && cat {state} && exit\necho "not permitted" >&2\nexit 1\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    state.write_text("\tstate = running\n")
+    with pytest.raises(AdaptiveError, match=r"bootout.*not permitted"):
+        Launchd().stop()
+    state.write_text("")  # nothing is loaded
+    Launchd().stop()
+
+
 def test_the_dockerfile_copies_all_that_is_installed() -> None:
     tomllib = pytest.importorskip("tomllib", reason="which came with Python 3.11")
     lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
@@ -214,3 +243,20 @@ def test_the_dockerfile_copies_all_that_is_installed() -> None:
     assert packages | {"pyproject.toml", "setup.py", project["project"]["readme"]} <= copied
     let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert let_in == copied
+
+
+def test_a_server_starts_while_its_lock_is_only_looked_at(tmp_path: Path) -> None:
+    state = open_state(tmp_path, "pair")
+    began = threading.Event()
+
+    def start() -> str:
+        began.set()
+        with only_server(state, load_settings({})):
+            return "started"
+
+    with ThreadPoolExecutor(1) as pool:
+        with FileLock(state.root / "server.lock"):  # as ``service status`` does
+            starting = pool.submit(start)
+            assert began.wait(60)
+            time.sleep(0.1)
+        assert starting.result() == "started"

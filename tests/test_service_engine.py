@@ -11,16 +11,22 @@ import sqlite3
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BUNDLED, save_model_that_says
+import torch
+from conftest import BUNDLED, save_model_that_says, save_random_pair
 from rich.console import Console
 from slow_disk import until
+from transformers import AutoModelForCausalLM
 
+from adaptive import kept as kept_module
 from adaptive.control.goodput import GoodputLength
+from adaptive.control.policy import FixedLength
+from adaptive.engines.cpu import kernels
 from adaptive.opened import OpenedPair
 from adaptive.pair import load_tokenizer
 from adaptive.service import streams
@@ -32,6 +38,7 @@ from adaptive.service.formats import Call
 from adaptive.service.jobs import Answer, Ask, Done, Event, Failed, FairQueue, Job, NotReadyError, Piece, Prompt
 from adaptive.service.metrics import Metrics
 from adaptive.service.schemas import ChatRequest, StreamOptions
+from adaptive.service.slots import Slot
 from adaptive.settings import load_settings
 from adaptive.types import Round, SamplingParams, StopParams
 from cli.opened import open_pair
@@ -227,7 +234,7 @@ def test_a_stream_that_waits_says_so_now_and_then(monkeypatch: pytest.MonkeyPatc
         asking = job(8)
         served = streams.Served("x", 0, "m", tokenizer, Reading(), 3)
         lines = streams.chunks(asking, events, Completion(served, chat=True, top=None, options=StreamOptions()))
-        said = [await anext(lines), await anext(lines)]
+        said = [await anext(lines) for _ in range(3)]
         events.put_nowait(Piece(0, "text"))
         events.put_nowait(Done())
         said += [line async for line in lines]
@@ -235,8 +242,9 @@ def test_a_stream_that_waits_says_so_now_and_then(monkeypatch: pytest.MonkeyPatc
         return said
 
     said = asyncio.run(read())
-    assert said[:2] == [": ping\n\n"] * 2
-    assert '"content": "text"' in "".join(said[2:])
+    assert '"role": "assistant"' in said[0]
+    assert said[1:3] == [": ping\n\n"] * 2
+    assert '"content": "text"' in "".join(said[3:])
     assert said[-1] == "data: [DONE]\n\n"
 
 
@@ -331,3 +339,178 @@ def test_a_request_that_is_over_is_freed_at_once() -> None:
             assert gone() is None
     finally:
         gc.enable()
+
+
+LONG = [5, 6, 7] * 200
+
+
+def keeping_caches(record: bool = True) -> contextlib.AbstractContextManager[OpenedPair]:
+    """The bundled pair, which keeps the caches of its conversations on disk."""
+    settings = load_settings({"dtype": "float32", "keep_caches": "1GB", "record": record})
+    return open_pair(settings, Console(file=io.StringIO()), cache_bytes=10**9)
+
+
+def asking(prompt: list[int], tokens: int, emit: Callable[[Event], None]) -> Job:
+    """A streamed request of ``tokens`` tokens."""
+    stop = StopParams(tokens, ignore_eos=True)
+    return Job(Ask((Prompt(prompt, (), "text"),), GREEDY, stop, 1, "somebody", None, True, False, True), emit)
+
+
+def answered(engine: EngineThread, prompt: list[int], tokens: int) -> list[Event]:
+    """All events of a request, once it is over."""
+    events: list[Event] = []
+    engine.submit(asking(prompt, tokens, events.append))
+    until(lambda: bool(events) and isinstance(events[-1], Done | Failed))
+    return events
+
+
+@pytest.mark.parametrize("how", ["whole", "hurry", "late"])
+def test_the_end_waits_for_caches_only_so_long_and_first_keeps_what_is_small(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    caplog.set_level(logging.INFO, "adaptive")
+    engine = EngineThread(keeping_caches, Metrics(), queue=4)
+    engine.start(when_over=lambda: None)
+    small: list[bool] = []
+    try:
+        until(lambda: engine.state == "ready")
+        assert engine.session is not None
+        state = engine.session.state
+        answered(engine, LONG, 2)
+        if how == "hurry":
+            engine.hurry()
+        monkeypatch.setattr("adaptive.opened.KEEP_S", 0.0 if how == "late" else 600.0)
+        written = kept_module.KeptCaches.keep
+
+        def looking(*given: Any) -> Any:
+            small.append(state.controller.exists())
+            return written(*given)
+
+        state.controller.unlink(missing_ok=True)
+        monkeypatch.setattr(kept_module.KeptCaches, "keep", looking)
+    finally:
+        engine.close()
+    assert small == [True]
+    assert "writing the caches of 1 conversation to disk" in caplog.text
+    assert len(list(state.caches.glob("*.safetensors"))) == (how == "whole")
+
+
+@pytest.mark.skipif(kernels.library() is None, reason="one answer at a time without the kernels")
+def test_no_answer_waits_while_the_kept_cache_of_another_is_read(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = EngineThread(keeping_caches, Metrics(), queue=4)
+    first.start(when_over=lambda: None)
+    try:
+        answered(first, LONG, 2)
+    finally:
+        first.close()
+    goes_on = threading.Event()
+    engine = EngineThread(keeping_caches, Metrics(), queue=4, slots="2")
+    engine.start(when_over=lambda: None)
+    checksum = zlib.crc32
+
+    def slow(*given: Any) -> int:
+        """A checksum that waits as a slow disk does."""
+        goes_on.wait(120)
+        return checksum(*given)
+
+    long: list[Event] = []
+    other: list[Event] = []
+
+    def emit(event: Event) -> None:
+        if not long:
+            engine.submit(asking([*LONG, 8, 9], 4, other.append))
+        long.append(event)
+
+    try:
+        until(lambda: engine.state == "ready")
+        monkeypatch.setattr("adaptive.kept.zlib.crc32", slow)
+        engine.submit(asking([5, 6, 7], 200, emit))
+        until(lambda: bool(long) and isinstance(long[-1], Done))
+        assert not other
+        assert not goes_on.is_set()
+        goes_on.set()
+        until(lambda: bool(other) and isinstance(other[-1], Done))
+    finally:
+        goes_on.set()
+        engine.close()
+    (answer,) = (event for event in other if isinstance(event, Answer))
+    assert answer.timings.cached_n >= len(LONG)
+
+
+def test_a_failure_of_the_server_is_not_said_to_be_the_requests(own_home: Path, tmp_path: Path) -> None:
+    target, _ = save_random_pair(tmp_path, "qwen2")
+    model = AutoModelForCausalLM.from_pretrained(target)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[9] = torch.nan
+    model.save_pretrained(target)
+    settings = load_settings({"target": str(target), "draft": "none", "dtype": "float32", "record": False})
+    engine = EngineThread(lambda: open_pair(settings, Console(file=io.StringIO())), Metrics(), queue=4)
+    engine.start(when_over=lambda: None)
+    try:
+        for prompt, status in (([5, 6, 7], 503), ([5, 6, 7] * 1000, 400)):  # no numbers; longer than the context
+            failed = answered(engine, prompt, 4)[-1]
+            assert isinstance(failed, Failed)
+            assert failed.status == status
+    finally:
+        engine.close()
+
+
+def test_an_answer_that_cannot_be_ended_is_sent_and_ends_no_other(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running() as engine:
+        until(lambda: engine.state == "ready")
+        assert engine.session is not None
+        alone = answered(engine, LONG, 1)
+        conversations = engine.session.assistant.conversations
+        kind = type(conversations.take(LONG).target.sequence)
+        rollback, full = kind.rollback, threading.Event()
+
+        def failing(sequence: Any, length: int) -> None:
+            if full.is_set():
+                full.clear()
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            rollback(sequence, length)
+
+        monkeypatch.setattr(kind, "rollback", failing)
+        events: list[Event] = []
+
+        def emit(event: Event) -> None:
+            events.append(event)
+            if isinstance(event, Piece):  # the last one: then the caches are rolled back
+                full.set()
+
+        engine.submit(asking(LONG, 1, emit))
+        until(lambda: bool(events) and isinstance(events[-1], Done | Failed))
+        assert not full.is_set()
+        again = answered(engine, LONG, 1)
+        assert engine.state == "ready"
+    texts = [[event.text for event in found if isinstance(event, Answer)] for found in (alone, events, again)]
+    assert texts == [texts[0]] * 3
+    assert len(texts[0]) == 1
+
+
+def test_an_answer_that_begins_has_taken_no_time_yet(own_home: Path) -> None:
+    seen: list[Slot] = []
+
+    class Looking(FixedLength):
+        """Looks at the slots while an answer prepares its passes."""
+
+        @property
+        def adviser(self) -> Any:
+            seen.extend(engine.doing)
+            return None
+
+    with running() as engine:
+        until(lambda: engine.state == "ready")
+        assert engine.session is not None
+        answered(engine, LONG, 3)
+        engine.session.assistant.policy = Looking(0)
+        began = time.perf_counter()
+        answered(engine, LONG, 3)
+    first = next(slot for slot in seen if slot.busy)
+    assert first.predicted_tokens == 0
+    assert first.began is not None
+    assert first.began >= began

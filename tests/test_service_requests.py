@@ -4,7 +4,10 @@ effect."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -159,11 +162,12 @@ def test_only_pages_of_a_listed_origin_may_ask_and_read_without_a_key(server: Se
 
 
 def test_a_client_cannot_forge_a_line_of_the_log(server: Server, client: openai.OpenAI) -> None:
+    before = len(server.said)
     ask(client, user=FORGED)
-    line = next(line for line in server.said.splitlines() if "adapter 0009" in line)
-    assert "me␊2026-01-01" in line
-    assert "\x1b" not in server.said
-    assert "\x07" not in server.said
+    assert re.search(r" INFO [0-9a-f]{8}: \d+ prompt tokens? ", server.said[before:])  # nor is a user named there
+    assert "adapter 0009" not in server.said
+    with pytest.raises(openai.BadRequestError, match="user: string should have at most 1000 characters"):
+        ask(client, user="u" * 1001)
 
 
 TOOLS: list[Any] = [
@@ -242,6 +246,27 @@ def test_an_empty_session_id_names_no_session(server: Server) -> None:
         said += [answer.json()["choices"][0]["message"], {"role": "user", "content": question}]
     with Log(server.records) as log:
         assert log.sessions()[0].generations == 2
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_a_session_is_named_as_its_client_wrote_it(server: Server, encoding: str) -> None:
+    name = f"Pläne {encoding}"
+    body = {"prompt": "Once", "max_tokens": 2}
+    headers = [(b"X-Session-Id", name.encode(encoding))]
+    assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
+    assert httpx.get(f"{server.url}/adaptive/sessions/{name}", timeout=60).json() == {"answers": 1}
+
+
+@pytest.mark.skipif(not TABLES[0].exists() or os.getuid() != 0, reason="only Linux tells users apart, and root is each")
+@pytest.mark.skipif(shutil.which("curl") is None, reason="another user's program is curl")
+def test_another_user_of_this_machine_sees_neither_answers_nor_the_names_of_sessions(server: Server) -> None:
+    def status(path: str, user: int) -> str:
+        command = ["curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", server.url + path]
+        return subprocess.run(command, user=user, cwd="/", capture_output=True, text=True, check=True).stdout
+
+    for path in ("/adaptive/answers", "/adaptive/history?by=session"):
+        assert (status(path, 0), status(path, 65534)) == ("200", "403")
+    assert status("/adaptive/history?by=adapter", 65534) == "200"
 
 
 @pytest.mark.parametrize(

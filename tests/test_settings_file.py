@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -52,6 +53,65 @@ def test_a_size_without_an_end_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text(f"{name} = inf\n")
     with pytest.raises(AdaptiveError, match=f"setting {name}: .*finite"):
         load_settings({}, tmp_path / "own.toml")
+
+
+def own_file(tmp_path: Path, text: str) -> Path:
+    """The file in the user's settings folder."""
+    file = tmp_path / "config" / "adaptive" / "adaptive.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    return file
+
+
+def test_a_file_in_the_current_folder_replaces_only_what_it_sets(tmp_path: Path) -> None:
+    own = own_file(tmp_path, 'record = false\ntemperature = 0.9\ntarget = "mine"\n')
+    local = tmp_path / "adaptive.toml"
+    local.write_text("temperature = 0.2\n")
+    found = load_settings({})
+    assert (found.record, found.temperature, found.target) == (False, 0.2, "mine")
+    shown = json.loads(adaptive("config", "show", "--json").stdout)
+    sources = {name: shown[name]["source"] for name in ("record", "temperature", "top_k")}
+    assert sources == {"record": str(own), "temperature": "adaptive.toml", "top_k": "default"}
+    assert load_settings({}, local).record  # --config names the only file
+    local.write_text("port = 99999\n")
+    with pytest.raises(AdaptiveError, match=r"ADAPTIVE_PORT or .*config/adaptive/adaptive\.toml or adaptive\.toml"):
+        load_settings({})
+
+
+def test_a_file_in_the_current_folder_may_switch_the_log_off_but_not_on(tmp_path: Path) -> None:
+    local = tmp_path / "adaptive.toml"
+    local.write_text("record = false\n")
+    assert not load_settings({}).record
+    local.unlink()
+    own_file(tmp_path, "record = false\n")
+    local.write_text("record = true\n")
+    with pytest.raises(AdaptiveError, match="record = 'True'"):
+        load_settings({})
+
+
+def test_the_own_file_may_be_a_link(tmp_path: Path) -> None:
+    own = own_file(tmp_path, "")
+    (tmp_path / "dotfiles.toml").write_text('target = "mine"\n')
+    own.unlink()
+    own.symlink_to(tmp_path / "dotfiles.toml")
+    assert load_settings({}).target == "mine"
+
+
+def test_a_draft_length_may_be_a_number(tmp_path: Path) -> None:
+    (tmp_path / "adaptive.toml").write_text("draft_length = 4\n")
+    assert load_settings({}).draft_length == "4"
+    assert load_settings({"draft_length": 0}).draft_length == "0"
+    with pytest.raises(AdaptiveError, match="draft_length is '65'"):
+        load_settings({"draft_length": 65})
+
+
+def test_values_of_a_foreign_file_are_shown_as_they_are_without_controls(tmp_path: Path) -> None:
+    (tmp_path / "adaptive.toml").write_text(r'target = "\u001b]0;title\u0007[/x] [red]"')
+    shown = adaptive("config", "show")
+    assert shown.returncode == 0, shown.stderr
+    assert "\x1b" not in shown.stdout
+    assert "]0;title" in shown.stdout
+    assert "[/x] [red]" in shown.stdout
 
 
 @pytest.mark.parametrize(
@@ -146,6 +206,23 @@ def test_the_question_reaches_a_terminal_and_a_no_ends_the_command(tmp_path: Pat
     assert command.exitstatus == 2
 
 
+def test_a_path_in_a_file_is_one_of_its_folder_wherever_the_program_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ADAPTIVE_HOME")
+    folder = tmp_path / "there"
+    (folder / "models" / "big").mkdir(parents=True)
+    file = folder / "adaptive.toml"
+    file.write_text('home = "state"\ntarget = "models/big"\ndraft = "owner/small"\napi_key_file = "key"\n')
+    found = load_settings({}, file)
+    assert (found.home, found.api_key_file) == (folder / "state", folder / "key")
+    assert (found.target, found.draft) == (str(folder / "models" / "big"), "owner/small")
+    assert load_settings({"home": "state"}, file).home == Path("state")  # a flag is one of the current folder
+    monkeypatch.chdir(folder)
+    found = load_settings({}, Path("adaptive.toml"))
+    assert (found.home, found.target) == (Path("state"), "models/big")
+
+
 def test_named_overridden_own_and_harmless_settings_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "adaptive.toml"
     file.write_text(HOSTILE)
@@ -156,9 +233,7 @@ def test_named_overridden_own_and_harmless_settings_are_taken(tmp_path: Path, mo
     file.write_text("temperature = 0.25\nport = 9001\n")
     assert load_settings({}).temperature == 0.25
     file.unlink()
-    own = tmp_path / "config" / "adaptive" / "adaptive.toml"
-    own.parent.mkdir(parents=True)
-    own.write_text('target = "mine"\n')
+    own = own_file(tmp_path, 'target = "mine"\n')
     assert load_settings({}).target == "mine"
     monkeypatch.chdir(own.parent)
     assert load_settings({}).target == "mine"

@@ -31,13 +31,13 @@ UNTRAINED = "the head that is grown here has not been trained yet"
 @pytest.mark.parametrize(
     ("counts", "said", "sentence"),
     [
-        ((PLAIN,), {"draft": False}, "plain: no draft"),
+        ((PLAIN,), {"draft": False}, "plain: no draft model"),
         (
             (DRAFTED,),
             {"draft": False, "expected_speed_up": 1.4},
             "drafting 4.0 tokens ahead, 1.4 times as fast as plain",
         ),
-        ((PLAIN, RoundCount(6, 4, 24)), {"draft": False}, "plain, but for 24 of 84 rounds: no draft"),
+        ((PLAIN, RoundCount(6, 4, 24)), {"draft": False}, "plain, but for 24 of 84 rounds: no draft model"),
         ((), {"draft": True}, "nothing decoded yet"),
         ((), {"draft": True, "answered": True}, "plain: one token, which the prompt's own pass gave"),
         ((PLAIN,), {"draft": True, "growing": True}, f"plain: {UNTRAINED}"),

@@ -168,7 +168,7 @@ def test_a_broken_file_is_named_and_the_plain_draft_is_used(tmp_path: Path, file
     assert manifest is None
     assert len(problems) == 1
     assert file in problems[0]
-    assert problems[0].endswith("the plain draft is used")
+    assert problems[0].endswith("the draft without an adapter is used")
     assert store.current_id() is None
 
 

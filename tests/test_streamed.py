@@ -24,7 +24,7 @@ from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.load import Forward, Source, forward_of, load_engine
 from adaptive.engines.protocol import ExtendCall
 from adaptive.engines.streamed.engine import BUFFERS, kept_layers
-from adaptive.engines.streamed.packed import PackedFile
+from adaptive.engines.streamed.packed import PROJECTION, PackedFile, Section, manifest
 from adaptive.errors import AdaptiveError
 from adaptive.measure import trees_pay
 from adaptive.pair import load_pair
@@ -122,11 +122,19 @@ def unreadable(file: Path) -> None:
     (file.parent / "manifest.json").write_text("{")
 
 
+def elsewhere(file: Path) -> None:
+    """The manifest says that a part of a linear layer lies where another one does."""
+    place = file.parent / "manifest.json"
+    said = json.loads(place.read_text())
+    next(iter(said["sections"]["0"]["linears"].values()))["parts"][0] += 64
+    place.write_text(json.dumps(said))
+
+
 @pytest.fixture
 def packed(tmp_path: Path) -> Path:
     """A folder of packed weights, of one section without linear layers."""
-    section = {"offset": 0, "bytes": 4096, "sha256": hashlib.sha256(bytes(4096)).hexdigest(), "linears": {}}
-    (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "sections": {"-1": section}}))
+    section = Section(0, 4096, hashlib.sha256(bytes(4096)).hexdigest())
+    (tmp_path / "manifest.json").write_text(manifest({PROJECTION: section}))
     (tmp_path / "weights.bin").write_bytes(bytes(4096))
     return tmp_path
 
@@ -148,7 +156,7 @@ def test_a_file_of_another_size_is_not_kept_open(packed: Path) -> None:
     assert psutil.Process().num_fds() == before
 
 
-@pytest.mark.parametrize("damage", [cut, change, unreadable])
+@pytest.mark.parametrize("damage", [cut, change, unreadable, elsewhere])
 def test_a_damaged_file_is_one_line_and_mended_by_the_command_it_names(
     damage: Callable[[Path], None], own_home: Path, adaptive: Command
 ) -> None:
@@ -194,6 +202,9 @@ def test_packed_weights_are_listed_and_found_by_doctor(own_home: Path, adaptive:
     streamed(TARGET, "20MB")
     name = packed_in(own_home).name
     assert name in adaptive("packed", "list")[1]
+    (one,) = json.loads(adaptive("packed", "list", "--json")[1])
+    assert (one["name"], one["unfinished"]) == (name, False)
+    assert one["bytes"] > 1_000_000
     assert name in adaptive("doctor", "--json", "--memory", "20MB", "--dtype", "float32")[1]
     assert adaptive("packed", "delete", "--all")[0] == 0
     assert "there are no packed weights" in adaptive("packed", "list")[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 import mmap
 import os
 import queue
@@ -27,7 +26,7 @@ from test_service_engine import job
 from test_streamed import TARGET, packed_in, streamed
 
 from adaptive.engines.cpu.kernels import library
-from adaptive.engines.streamed.packed import PackedFile
+from adaptive.engines.streamed.packed import PROJECTION, PackedFile, Section, manifest
 from adaptive.errors import AdaptiveError
 from adaptive.opened import OpenedPair
 from adaptive.service.engine import EngineThread
@@ -109,8 +108,8 @@ def test_a_server_answers_503_while_the_disk_cannot_be_read_and_then_as_before(o
 
 def packed_at(folder: Path, offset: int) -> PackedFile:
     """Packed weights of one section, which begins at an offset in bytes."""
-    section = {"offset": offset, "bytes": 4096, "sha256": hashlib.sha256(bytes(4096)).hexdigest(), "linears": {}}
-    (folder / "manifest.json").write_text(json.dumps({"format": 1, "sections": {"-1": section}}))
+    section = Section(offset, 4096, hashlib.sha256(bytes(4096)).hexdigest())
+    (folder / "manifest.json").write_text(manifest({PROJECTION: section}))
     (folder / "weights.bin").write_bytes(bytes(offset + 4096))
     return PackedFile(folder)
 

@@ -9,7 +9,9 @@ import subprocess
 import sys
 
 import pytest
+from conftest import Command
 from rich.console import Console
+from test_cli_help import GROUPS
 
 from cli.adapters import _table as table_of_adapters
 from cli.cells import COLUMNS, print_table
@@ -45,16 +47,34 @@ def test_a_file_gets_every_column() -> None:
 def test_an_empty_table_of_adapters_fits() -> None:
     out = io.StringIO()
     narrow = Console(file=out, width=40, force_terminal=True, color_system=None)
-    print_table(narrow, table_of_adapters((), None), "age", "older records", "generations")
-    assert "on a wider terminal: age, older records, generations" in " ".join(out.getvalue().split())
+    print_table(narrow, table_of_adapters((), None), "age", "older records", "answers")
+    assert "on a wider terminal: age, older records" in " ".join(out.getvalue().split())
 
 
-@pytest.mark.parametrize("group", [[], ["adapters"], ["records"], ["config"]])
+@pytest.mark.parametrize("group", [[], *([name] for name in GROUPS)])
 def test_a_group_alone_prints_its_help(group: list[str]) -> None:
     done = subprocess.run([sys.executable, "-m", "cli.main", *group], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "Usage:" in done.stdout
     assert not done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (("distill",), "starting"),
+        (("head", "made"), "starting"),
+        (("publish",), "starting"),
+        (("doctor", "--target", "nowhere"), "looking at this machine"),
+    ],
+)
+def test_what_takes_seconds_is_shown_at_once(
+    command: tuple[str, ...], shown: str, adaptive: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes every stream for a terminal
+    monkeypatch.setenv("TERM", "xterm")
+    _, out, err = adaptive(*command)
+    assert shown in out + err
 
 
 def test_the_version_is_the_installed_one() -> None:

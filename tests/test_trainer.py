@@ -240,7 +240,7 @@ def test_too_few_records_say_how_many_there_are_and_how_many_are_needed(
     tmp_path: Path, spoken: list[Generation]
 ) -> None:
     log = write_log(tmp_path / "records.db", spoken[:9])
-    with pytest.raises(AdaptiveError, match=r"9 usable generations.*16, 2 and 6 are needed.*about \d+ more"):
+    with pytest.raises(AdaptiveError, match=r"9 usable answers.*16, 2 and 6 are needed.*about \d+ more"):
         distill(log, AdapterStore(tmp_path / "adapters"), BASE, small_draft(), SHORT)
     with pytest.raises(AdaptiveError, match="no log"):
         distill(tmp_path / "none.db", AdapterStore(tmp_path / "adapters"), BASE, small_draft(), SHORT)

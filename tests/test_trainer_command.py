@@ -24,12 +24,15 @@ from adaptive.settings import Settings, load_settings
 from adaptive.state import open_state
 from adaptive.types import SamplingParams
 from checkpoints.store import AdapterStore
-from cli.distill import chats_of
+from cli.distill import as_object, chats_of
 from cli.main import app
 from cli.options import PAIR, as_typed
 from trainers.chats import read_chats
 from trainers.dataset import examples
+from trainers.fit import Fit
 from trainers.lock import only_trainer
+from trainers.recipe import Recipe
+from trainers.run import Attempt, DistillOutcome
 
 WORDS = [f"w{i}" for i in range(40)]
 TEMPLATE = (
@@ -50,10 +53,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def pair(tmp_path: Path) -> list[str]:
     """The flags that name a tiny pair."""
+    folder = tmp_path / "[v2]"  # what rich would take for a tag
     for name, model in (("target", target()), ("draft", small_draft())):
-        model.save_pretrained(tmp_path / name)
-        tokenizer().save_pretrained(tmp_path / name)
-    return ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")]
+        model.save_pretrained(folder / name)
+        tokenizer().save_pretrained(folder / name)
+    return ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
 
 
 def distill(pair: list[str], *arguments: str) -> Result:
@@ -87,7 +91,13 @@ def test_it_reports_figures_and_the_next_command(
     monkeypatch.setenv("ADAPTIVE_KEEP_ADAPTERS", "1")
     spoken = distill(pair, *training, "--no-promote")
     assert "deleted old adapters: 0002" in spoken.output
-    assert "Next: adaptive" in spoken.output
+    assert f"Next: adaptive adapters promote 0003 {shlex.join(pair)}" in spoken.output
+
+
+def test_an_acceptance_that_was_not_measured_is_null() -> None:
+    attempt = Attempt(Recipe(), Fit(None, -1.0, 0, 0, 0.0, stopped=True))
+    outcome = DistillOutcome(None, None, "", True, 1, 1, 1, 0, 0, 0.0, 0.0, attempts=(attempt,))
+    assert as_object(outcome)["attempts"][0]["validation_acceptance"] is None
 
 
 @pytest.mark.thorough
@@ -140,7 +150,7 @@ def test_all_that_was_asked_for_is_learned_from(pair: list[str], tmp_path: Path,
     quick = ("--json", "--no-promote", "--rank", "4", "--max-seconds", "1", "--max-new-tokens", "4")
     found = distill(pair, *quick, "--prompts", str(tmp_path / "prompts.jsonl"))
     assert found.exit_code == 0, found.output
-    outcome = json.loads(found.stdout[found.stdout.index("{") :])
+    outcome = json.loads(found.stdout)
     state = open_state(own_home, pair_identity(Settings(target=pair[1], draft=pair[3], home=own_home)).id)
     assert AdapterStore(state.adapters).show(outcome["adapter"]).trained_on.first_id <= 50  # not the newest 2,000
 

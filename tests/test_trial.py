@@ -117,9 +117,19 @@ settle(server, server.measure(), Path("draft.gguf"), 4, None, None)
 """
 
 
-@pytest.mark.parametrize("moment", ["restart", "measurement", "and cannot be restarted", "and cannot be edited"])
-def test_what_is_interrupted_is_undone_or_said_to_stay(tmp_path: Path, moment: str) -> None:
-    """ctrl-C during the restart, and during the measurement after it."""
+@pytest.mark.parametrize(
+    ("moment", "by"),
+    [
+        ("restart", signal.SIGINT),
+        ("measurement", signal.SIGINT),
+        ("measurement", signal.SIGTERM),
+        ("measurement", signal.SIGHUP),
+        ("and cannot be restarted", signal.SIGINT),
+        ("and cannot be edited", signal.SIGINT),
+    ],
+)
+def test_what_is_interrupted_is_undone_or_said_to_stay(tmp_path: Path, moment: str, by: signal.Signals) -> None:
+    """ctrl-C, or the end of the terminal or of a timer, during the restart, and during the measurement after it."""
     start, running, there = tmp_path / "start.sh", tmp_path / "running", tmp_path / "there"
     start.write_text("llama-server -m target.gguf\n")
     running.write_text(start.read_text())
@@ -149,7 +159,7 @@ def test_what_is_interrupted_is_undone_or_said_to_stay(tmp_path: Path, moment: s
             if moment == "and cannot be edited":
                 start.unlink()
                 start.mkdir()
-            process.send_signal(signal.SIGINT)
+            process.send_signal(by)
             said = process.communicate(timeout=60)[1]
         finally:
             over.set()
@@ -168,6 +178,15 @@ def test_what_is_interrupted_is_undone_or_said_to_stay(tmp_path: Path, moment: s
         assert "uses draft.gguf, unmeasured, or does not run" in ours[1]
     else:
         assert len(ours) == 1
+
+
+def test_a_signal_that_is_ignored_interrupts_nothing() -> None:
+    """As under nohup."""
+    script = "import os, signal\nfrom cli.trial import _ended_as_interrupted\nwith _ended_as_interrupted():\n"
+    script += "    os.kill(os.getpid(), signal.SIGHUP)\n"
+    for handler, status in (("SIG_IGN", 0), ("SIG_DFL", -signal.SIGINT)):
+        words = [sys.executable, "-c", f"import signal\nsignal.signal(signal.SIGHUP, signal.{handler})\n{script}"]
+        assert subprocess.run(words, stderr=subprocess.DEVNULL, check=False).returncode == status
 
 
 def sample_and_accept(output: list[int], at: int, draft: list[int], end: int) -> list[int]:

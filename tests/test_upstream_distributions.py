@@ -16,7 +16,7 @@ from adaptive.upstream.distributions import supervision
 from adaptive.upstream.kinds import ADAPTIVE, LLAMA_SERVER, SGLANG, VLLM, Kind
 from adaptive.upstream.reports import NONE_BELOW, Choice, Collected, Named, Report
 from adaptive.upstream.surgery import cut
-from adaptive.upstream.vocabulary import Vocabulary
+from adaptive.upstream.vocabulary import Tokens, Vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_supervision_is_the_distribution_at_temperature_1(
     truth = logits.log_softmax(-1)
     shown = (logits / temperature).log_softmax(-1) if kind.tempered and temperature else truth
     tokens = truth.argmax(-1)
-    made = supervision(reported(shown, tokens, 32), tokens.tolist(), vocabulary, sampling, kind)
+    made = supervision(reported(shown, tokens, 32), vocabulary, sampling, kind)
     assert made is not None
     top = truth.topk(32, dim=-1)
     assert np.array_equal(made.ids, top.indices.numpy())
@@ -85,13 +85,11 @@ def test_chosen_is_what_the_token_was_drawn_with(
     torch.manual_seed(0)
     tokens = torch.multinomial(drawn.exp(), 1)[:, 0]
     shown = logits / temperature if kind.tempered else logits
-    made = supervision(reported(shown.log_softmax(-1), tokens, 32), tokens.tolist(), vocabulary, sampling, kind)
+    made = supervision(reported(shown.log_softmax(-1), tokens, 32), vocabulary, sampling, kind)
     assert made is not None
     truth = drawn.gather(-1, tokens[:, None])[:, 0].numpy()
     assert np.abs(made.chosen.astype(np.float32) - truth).max() < 0.06
-    greedy = supervision(
-        reported(logits.log_softmax(-1), tokens, 4), tokens.tolist(), vocabulary, SamplingParams(), VLLM
-    )
+    greedy = supervision(reported(logits.log_softmax(-1), tokens, 4), vocabulary, SamplingParams(), VLLM)
     assert greedy is not None
     assert not greedy.chosen.any()
 
@@ -100,8 +98,13 @@ def test_a_token_without_alternatives_leaves_the_answer_without_supervision(voca
     """llama.cpp's server reports a token accepted from a draft like this: probability 1 and no alternatives."""
     known = Report(Named(5, "", -0.5), (Named(5, "", -0.5), Named(6, "", -1.5)))
     accepted = Report(Named(7, "", 0.0), ())
-    assert supervision([known, known], [5, 5], vocabulary, SamplingParams(), LLAMA_SERVER) is not None
-    assert supervision([known, accepted], [5, 7], vocabulary, SamplingParams(), LLAMA_SERVER) is None
+    assert supervision([known, known], vocabulary, SamplingParams(), LLAMA_SERVER) is not None
+    assert supervision([known, accepted], vocabulary, SamplingParams(), LLAMA_SERVER) is None
+
+
+def output(vocabulary: Vocabulary, choice: Choice, counted: int | None) -> list[int] | None:
+    found = vocabulary.output(choice, counted)
+    return None if found is None else found.ids
 
 
 def test_tokens_are_known_by_id_by_number_or_by_text(vocabulary: Vocabulary) -> None:
@@ -120,7 +123,7 @@ def test_tokens_are_known_by_id_by_number_or_by_text(vocabulary: Vocabulary) -> 
         "top_logprobs": [{"token_id:4": -0.1, "a": -9999.0}],
     }
     add(collected, {"choices": [{"index": 1, "logprobs": older, "finish_reason": "stop"}]})
-    assert vocabulary.output(collected.choices[0], None) == [9, 11, number]
+    assert output(vocabulary, collected.choices[0], None) == [9, 11, number]
     (report,) = collected.choices[1].reports
     assert [vocabulary.id_of(one) for one in report.alternatives] == [4]
     assert report.token.logprob <= NONE_BELOW
@@ -136,18 +139,18 @@ def test_an_answer_that_is_only_text_is_logged_if_its_tokens_are_counted(vocabul
     collected = Collected()
     add(collected, {"choices": [{"index": 0, "message": {"content": text}, "finish_reason": "stop"}]})
     choice = collected.choices[0]
-    assert vocabulary.output(choice, len(ids)) == ids
-    assert vocabulary.output(choice, len(ids) + 1) == ids  # which token ended the answer is not known
-    assert vocabulary.output(choice, len(ids) + 2) is None
-    assert vocabulary.output(choice, None) is None
+    assert output(vocabulary, choice, len(ids)) == ids
+    assert output(vocabulary, choice, len(ids) + 1) == ids  # which token ended the answer is not known
+    assert output(vocabulary, choice, len(ids) + 2) is None
+    assert output(vocabulary, choice, None) is None
     cut = Choice(pieces=[text], finish_reason="length")
-    assert vocabulary.output(cut, len(ids)) == ids
-    assert vocabulary.output(cut, len(ids) + 1) is None
+    assert output(vocabulary, cut, len(ids)) == ids
+    assert output(vocabulary, cut, len(ids) + 1) is None
     thinking = {"message": {"reasoning": "It was. ", "content": text}, "finish_reason": "stop"}
     add(collected, {"choices": [{"index": 1, **thinking}]})
     whole = vocabulary.tokenizer.encode("It was. " + text, add_special_tokens=False)
     assert collected.choices[1].text == "It was. " + text
-    assert vocabulary.output(collected.choices[1], len(whole) + 1) is None  # the count has the mark between them
+    assert output(vocabulary, collected.choices[1], len(whole) + 1) is None  # the count has the mark between them
 
 
 def test_an_answer_of_which_tokens_are_not_reported_is_told_by_its_text(vocabulary: Vocabulary) -> None:
@@ -162,12 +165,16 @@ def test_an_answer_of_which_tokens_are_not_reported_is_told_by_its_text(vocabula
 
     everything = range(len(ids))
     broken = next(n for n in everything if "\ufffd" in vocabulary.tokenizer.decode(ids[n : n + 1]))
-    assert vocabulary.output(reported(everything, "length"), len(ids)) == ids
-    assert vocabulary.output(reported(everything, "stop"), len(ids) + 1) == ids  # the end token has no event
+    assert output(vocabulary, reported(everything, "length"), len(ids)) == ids
+    assert output(vocabulary, reported(everything, "stop"), len(ids) + 1) == ids  # the end token has no event
     for places in ([n for n in everything if n != broken], [0, 1]):
-        assert vocabulary.output(reported(places, "stop"), len(ids) + 1) == ids
-        assert vocabulary.output(reported(places, "length"), len(ids)) == ids
-        assert vocabulary.output(reported(places, None), None) is None  # cut off, and no count of tokens
+        assert output(vocabulary, reported(places, "stop"), len(ids) + 1) == ids
+        assert output(vocabulary, reported(places, "length"), len(ids)) == ids
+        assert output(vocabulary, reported(places, None), None) is None  # cut off, and no count of tokens
+    ids.append(vocabulary.tokenizer.eos_token_id)  # reported, so that there are as many reports as text tokens
+    found = vocabulary.output(reported([n for n in range(len(ids)) if n != broken], "stop"), len(ids))
+    assert found == Tokens(ids[:-1], reported=False)
+    assert vocabulary.output(reported(range(len(ids)), "stop"), len(ids)) == Tokens(ids, reported=True)
 
 
 def test_without_a_count_every_character_shown_must_be_of_a_reported_token(vocabulary: Vocabulary) -> None:
@@ -176,19 +183,19 @@ def test_without_a_count_every_character_shown_must_be_of_a_reported_token(vocab
     end = vocabulary.tokenizer.eos_token_id
     ids = [*vocabulary.tokenizer.encode(text, add_special_tokens=False), end]
 
-    def output(ids: Sequence[int], text: str) -> list[int] | None:
-        return vocabulary.output(Choice([Report(Named(id, "", -0.5), ()) for id in ids], [text]), None)
+    def said(ids: Sequence[int], text: str) -> list[int] | None:
+        return output(vocabulary, Choice([Report(Named(id, "", -0.5), ()) for id in ids], [text]), None)
 
     for text_shown in (text, " " + text):  # the tokenizers of some models leave the first space out
-        assert output(ids, text_shown) == ids
+        assert said(ids, text_shown) == ids
         for place in range(len(ids) - 1):
-            assert output([*ids[:place], *ids[place + 1 :]], text_shown) is None
+            assert said([*ids[:place], *ids[place + 1 :]], text_shown) is None
 
 
 def test_the_end_is_the_only_token_that_may_be_missing(vocabulary: Vocabulary) -> None:
     text = "It is so."
     ids = [*vocabulary.tokenizer.encode(text, add_special_tokens=False), vocabulary.tokenizer.eos_token_id]
     reports = [Report(Named(id, "", -0.5), ()) for id in ids]
-    assert vocabulary.output(Choice(reports[:-1], [text], finish_reason="stop"), len(ids)) == ids[:-1]
-    assert vocabulary.output(Choice(reports, [text], finish_reason="stop"), len(ids)) == ids
-    assert vocabulary.output(Choice(reports, [text], finish_reason="stop"), len(ids) + 1) is None
+    assert output(vocabulary, Choice(reports[:-1], [text], finish_reason="stop"), len(ids)) == ids[:-1]
+    assert output(vocabulary, Choice(reports, [text], finish_reason="stop"), len(ids)) == ids
+    assert output(vocabulary, Choice(reports, [text], finish_reason="stop"), len(ids) + 1) is None

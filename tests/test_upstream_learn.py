@@ -259,7 +259,9 @@ def test_a_draft_learns_from_a_server_while_it_is_used_and_goes_into_it(
                 assert client.post("/v1/chat/completions", json=body).status_code == 200
         store = AdapterStore(next(home.glob("*/records.db")).parent / "adapters")
         until(lambda: learning.status["training"]["runs"] == 1, 400)
-        assert learning.status["log"] == {"logged": 60, "supervised": 60, "waiting": 0, "why_not": {}}
+        assert learning.status["log"] == {
+            "logged": 60, "supervised": 60, "waiting": 0, "why_not": {}, "problem": None, "lost": 0, "stripped": 0,
+        }  # fmt: skip
         (manifest,) = store.list()
         assert manifest.recent is not None
         if manifest.status != "promoted":

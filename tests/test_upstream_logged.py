@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import shutil
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
+from conftest import BUNDLED
 from served_here import on_a_thread
-from test_upstream_proxy import ASK, CHAT, FIRST, Make, Stage, logprobs, say, stage
-from upstream_server import CLOSE, STREAM, Heard, chunk, plain, scripted, until
+from test_upstream_proxy import ASK, CHAT, FIRST, TOKENIZER, Make, Stage, logprobs, say, stage
+from upstream_server import CLOSE, STREAM, Heard, chunk, plain, scripted, served, until
 
-from adaptive.upstream.logbook import MOST_REASONS
+from adaptive.records.writer import LogWriter
+from adaptive.upstream.logbook import MOST_REASONS, Logbook
 from adaptive.upstream.proxy import Proxy
 from adaptive.upstream.server import Door
 
@@ -222,7 +227,97 @@ def test_answers_of_other_models_pass_and_are_not_logged(stage: Make) -> None:
     assert len(here.server.asked("/v1/models")) == 1
 
 
-@pytest.mark.parametrize("more", [{"echo": True}, {"best_of": 3}, {"continue_final_message": True}])
+def test_a_model_that_a_server_gets_later_is_not_the_target(stage: Make) -> None:
+    """LM Studio with a second model that is downloaded later, vLLM with an adapter that is loaded later."""
+    listed = [{"id": "first", "owned_by": "llamacpp"}]
+
+    def script(heard: Heard, connection: socket.socket) -> None:
+        if heard.path == "/v1/models":
+            connection.sendall(plain(json.dumps({"data": listed}).encode(), more=CLOSE))
+        else:
+            say(heard, connection)
+
+    here = stage(script, kind="several")
+    for model in ("any", "any", "first"):
+        assert httpx.post(here.url + CHAT, json={**ASK, "model": model}).status_code == 200
+    assert len(here.server.asked("/v1/models")) == 1
+    here.logged(3)
+    listed.insert(0, {"id": "second", "owned_by": "llamacpp"})
+    for model in ("second", "first"):
+        assert httpx.post(here.url + CHAT, json={**ASK, "model": model}).status_code == 200
+    here.logged(4)
+    assert here.book.counts["missed"] == 1
+    assert here.proxy.served is not None
+    assert here.proxy.served.name == "first"
+    assert len(here.server.asked("/v1/models")) == 2
+
+
+def test_a_router_is_asked_about_the_model_that_a_request_names(stage: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens, and what it draws with; the latter once more, while it does not say that."""
+    loading, tokens = True, [5, 6, 7]
+
+    def script(heard: Heard, connection: socket.socket) -> None:
+        path, _, query = heard.path.partition("?")
+        asked = json.loads(heard.body) if heard.body else {"model": query.removeprefix("model=")}
+        said: dict[str, object] = {"prompt": "another template"} if path == "/apply-template" else {"tokens": tokens}
+        if path == "/props":
+            said = {"default_generation_settings": {"params": {} if loading else {"temperature": 0.8, "top_k": 40}}}
+        elif path == CHAT:
+            choice = {"index": 0, "finish_reason": "stop", "message": {"content": "nicom"}}
+            choice["logprobs"] = {"content": [json.loads(logprobs(FIRST + n, 7))["content"][0] for n in range(3)]}
+            said = {"choices": [choice], "usage": {"prompt_tokens": len(tokens)}}
+        status = "200 OK" if asked.get("model") == "m/m" else "400 Bad Request"
+        connection.sendall(plain(json.dumps(said).encode(), status=status, more=CLOSE))
+
+    monkeypatch.setattr("adaptive.upstream.logbook.AGAIN_S", 0.0)
+    here = stage(script)
+    here.server.missing = ()
+    body = {"messages": ASK["messages"], "model": "m/m"}
+    httpx.post(here.url + CHAT, json=body)
+    here.logged(1)
+    loading = False
+    httpx.post(here.url + CHAT, json=body)
+    first, second = here.logged(2)
+    assert first.prompt.tolist() == second.prompt.tolist() == tokens
+    assert (first.sampling.temperature, second.sampling.temperature, second.sampling.top_k) == (1.0, 0.8, 40)
+
+
+def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    with scripted(say) as server, LogWriter(folder / "records.db", retry_s=0.05) as writer:
+        book = Logbook(writer, TOKENIZER, BUNDLED / "target", server.url)
+        shutil.rmtree(folder)
+        folder.touch()  # a file is in the place of the folder
+
+        def problem() -> str | None:
+            return httpx.get(url + "/adaptive/upstream").json()["log"]["problem"]
+
+        with served(Proxy(server.url, book, 4)) as url:
+            assert problem() is None
+            httpx.post(url + CHAT, json=ASK)
+            until(lambda: "cannot be written" in (problem() or ""))
+            for number in range(3):
+                httpx.post(url + CHAT, json=ASK)
+                until(lambda number=number: book.counts["logged"] == number + 2)
+            assert caplog.text.count("cannot be written") == 1
+        book.close()
+        folder.unlink()
+
+
+def test_a_compressed_answer_is_counted_with_its_reason(stage: Make) -> None:
+    packed = gzip.compress(b'{"choices": []}')
+    here = stage(lambda h, c: c.sendall(plain(packed, more=f"Content-Encoding: gzip\r\n{CLOSE}")))
+    for asked in (ASK, {**ASK, "logprobs": True}):
+        assert httpx.post(here.url + CHAT, json=asked).json() == {"choices": []}
+    assert all("accept-encoding: identity" in heard.head.lower() for heard in here.server.asked(CHAT))
+    assert list(here.book.problems.values()) == [2]
+    assert "compresses" in next(iter(here.book.problems))
+
+
+@pytest.mark.parametrize(
+    "more", [{"echo": True}, {"best_of": 3}, {"use_beam_search": True}, {"continue_final_message": True}]
+)
 def test_what_is_not_written_as_it_is_shown_is_not_logged(stage: Make, more: dict[str, object]) -> None:
     here = stage(say)
     for path, asked in (("/v1/completions", {"prompt": "Once"}), (CHAT, ASK)):

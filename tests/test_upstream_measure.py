@@ -102,19 +102,19 @@ ROUTER_MODELS = [{"id": "a", "aliases": ["c"]}, {"id": "b"}]
         (ROUTER_MODELS, None, "a", {"a", "c"}),
         (ROUTER_MODELS, "c", "c", {"a", "c"}),
         (ROUTER_MODELS, "z", "z", {"z"}),
-        ([{"id": "only"}], None, "only", None),
-        ([{"id": "text-embedding-x"}, {"id": "only"}], None, "only", None),
-        ([], None, "", None),
+        ([{"id": "only"}], None, "only", {"only"}),
+        ([{"id": "text-embedding-x"}, {"id": "only"}], None, "only", {"only"}),
+        ([], None, "", set()),
     ],
 )
 def test_the_target_is_found_among_a_servers_models(
-    listed: list[dict[str, Any]], model: str | None, name: str, names: set[str] | None
+    listed: list[dict[str, Any]], model: str | None, name: str, names: set[str]
 ) -> None:
     found = served({"data": listed}, model)
     assert (found.name, found.names) == (name, names)
     assert found.is_target(name)
-    assert found.is_target(None)
-    assert found.is_target("another") == (names is None)
+    assert found.is_target("")
+    assert found.is_target("another") == found.alone == (len(listed) < 2 or name == "only")
     assert served("no list").is_target("another")
 
 

@@ -51,12 +51,14 @@ def chunk(data: bytes) -> bytes:
 
 @dataclass
 class Scripted:
-    """The server. ``heard`` holds the requests; ``most`` is the largest number of them in progress at a time."""
+    """The server. ``heard`` holds the requests; ``most`` is the largest number of them in progress at a time;
+    ``missing`` are paths that it does not have."""
 
     script: Script
     kind: str = "llama-server"
     heard: list[Heard] = field(default_factory=list)
     most: int = 0
+    missing: tuple[str, ...] = ("/props", "/apply-template", "/tokenize")
     _now: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     url: str = ""
@@ -77,7 +79,7 @@ class Scripted:
             if heard.path == "/v1/models" and self.kind in MODELS:
                 said = b'{"data": [{"id": "m", "owned_by": "%b"}]}' % MODELS[self.kind].encode()
                 connection.sendall(plain(said, more=CLOSE))
-            elif heard.path in ("/props", "/apply-template", "/tokenize"):
+            elif heard.path.partition("?")[0] in self.missing:
                 connection.sendall(plain(b"{}", status="404 Not Found", more=CLOSE))
             else:
                 self.script(heard, connection)

@@ -1,4 +1,4 @@
-"""Grows an EAGLE-3 head from nothing: the kind of head that vLLM, SGLang and llama.cpp run.
+"""Grows an EAGLE-3 head from nothing: the kind of head that vLLM and llama.cpp run.
 
 The head has one layer of Llama's type, in which the token enters only through the attention, so it cannot start as a
 copy of the target's last layer as a head that is grown for this engine does (``trainers.start``). It starts as nearly

@@ -126,7 +126,7 @@ def judge(recent: HeldOut, older: HeldOut | None, streak: int) -> Verdict:
         streak_note = f" (candidate {streak} since the last promotion)" if streak > 1 else ""
         return Verdict(
             False,
-            f"the gain is not certain: {change}, and a gain of {bound:+.3f} cannot be excluded{streak_note}",
+            f"the gain is not certain: {change}, and a loss of {abs(bound):.3f} cannot be excluded{streak_note}",
             recent,
             older,
         )

@@ -124,7 +124,7 @@ def better(before: Sequence[Replay], after: Sequence[Replay]) -> HeldOut | None:
 
 
 def _named(adapter: str | None) -> str:
-    return "the plain draft" if adapter is None else f"adapter {adapter}"
+    return "the draft without an adapter" if adapter is None else f"adapter {adapter}"
 
 
 def _replayed(

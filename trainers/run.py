@@ -394,7 +394,7 @@ def _message(manifest: Manifest | None, verdict: Verdict | None, result: Fit, va
         return f"{stopped}, before any better draft was found; log and adapters are as they were."
     if manifest is None:
         return (
-            f"No state of training was as good as the draft in use on {counted(validation, 'validation generation')}; "
+            f"No state of training was as good as the draft in use on {counted(validation, 'validation answer')}; "
             "nothing was kept, and the draft in use stays."
         )
     if verdict is None:

@@ -207,7 +207,7 @@ def _check_enough(sets: Sets, first: bool, where: str) -> None:
     more = max(math.ceil(missing / share) for missing, share in needs)
     if more > 0:
         raise TooLittleError(
-            f"too little to distil from: {where} has {train + validation + gate} usable generations: {train} to train "
+            f"too little to distil from: {where} has {train + validation + gate} usable answers: {train} to train "
             f"on, {validation} to choose weights by and {gate} for the gate, of {counted(prompts, 'prompt')} and with "
             f"{counted(positions, 'position')} ({MIN_TRAIN}, {MIN_VALIDATION} and {MIN_GENERATIONS} are needed, these "
             f"of {MIN_GENERATIONS} prompts and with {MIN_POSITIONS} positions); about {more} more will do"

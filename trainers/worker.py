@@ -134,6 +134,8 @@ def step_behind(niceness: int) -> None:
     """Run at the lowest priority and with one thread, so that everything else on the machine goes first."""
     with contextlib.suppress(OSError, AttributeError):  # Windows has no nice
         os.nice(niceness)
+    with contextlib.suppress(OSError):  # where memory runs out, Linux ends this process before the server
+        Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 

@@ -15,6 +15,7 @@ import torch
 
 from adaptive.decoding.loop import BURST_S, PART, Decoding, Turn, stretch
 from adaptive.drafting.protocol import Wanted
+from adaptive.engines.load import Forward, forward_of
 from adaptive.engines.protocol import Engine, ExtendCall, Proposed
 from adaptive.errors import AdaptiveError
 
@@ -27,6 +28,9 @@ PASS, LEAST = 128, 32
 # own, but only while reading the weights dominates: up to some tens of tokens on processors. Too high: first tokens
 # come late. Too low: the weights are read more often.
 FULL = 64
+# Multiple of these three numbers for a target whose layers are read from disk: a pass takes as long as the reading, for
+# up to some hundred tokens.
+STREAMED = 4
 # While at most this many tokens of prompts are unread, the draft does not read the prompts of other answers that have
 # just joined. Too high: these answers decode without the draft for longer. Too low: the draft's passes delay the first
 # tokens of the answers whose prompts are unread.
@@ -43,6 +47,7 @@ class Batch:
         self.under_way: list[Decoding] = []
         self.clock = time.perf_counter
         self._target = target
+        self._times = STREAMED if forward_of(target) is Forward.STREAMED else 1
         self._between = between
         self._lone: Decoding | None = None  # the answer for which the policy has begun, while it is alone
         self._read = 0  # tokens of prompts in shared passes so far
@@ -156,11 +161,11 @@ class Batch:
         """The unread prompts to continue in a pass that has ``rows`` tokens without them, with the tokens to take of
         each. The shortest prompt comes first, which gives the earliest first tokens on average. The tokens read before
         an answer joined are added to its length, so that a long prompt is not postponed for ever."""
-        room, ends = max(LEAST, PASS - rows), False
+        room, ends = max(LEAST * self._times, PASS * self._times - rows), False
         waiting = [decoding for decoding in self.under_way if decoding.unread]
         for decoding in sorted(waiting, key=lambda one: self._joined[one] + one.unread):
             if ends:
-                room = min(room, FULL - rows)
+                room = min(room, FULL * self._times - rows)
             if room <= 0:
                 return
             count = min(decoding.unread, room)

@@ -24,7 +24,7 @@ import torch
 from adaptive.control.costs import LONGEST
 from adaptive.control.policy import Adviser
 from adaptive.drafting.model import ModelDrafter
-from adaptive.drafting.outcomes import SLICE, ChainAhead, rows_of, stacked
+from adaptive.drafting.outcomes import SLICE, ChainAhead, compact, rows_of, size_of, stacked
 from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.tree import Tree, TreeDrafter
 from adaptive.engines.protocol import Engine
@@ -103,8 +103,13 @@ class GuessAhead(ModelDrafter):
         if drafted is None:
             return False
         self._ahead += as_list(drafted.tokens)
-        self._rows += rows_of(drafted)
+        self._rows += [None if row is None else compact(row) for row in rows_of(drafted)]
         return len(self._ahead) <= self._most
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the distributions drafted ahead."""
+        return sum(map(size_of, self._rows))
 
     def rollback(self, length: int) -> None:
         """Drop rejected tokens and everything drafted behind them. If the guess has come true, everything stays."""

@@ -29,6 +29,10 @@ WIDTH, SIBLINGS = 16, 128
 # Total probability of the outcomes to draft behind, and most tokens drafted behind one verification. Too low: rarer
 # outcomes are missed. Too high: it takes memory and processor time.
 COVERED, NODES = 0.999, 1024
+# Bytes of distributions from which on nothing more is drafted behind a verification. One over a whole vocabulary of
+# 150,000 takes 0.6 MB, one of its 256 likeliest tokens 3 kB. Too low: where distributions are not cut, rarer outcomes
+# are missed. Too high: memory that ``--memory`` does not count.
+MOST_BYTES = 1 << 26
 # Tokens of a text that one step reads. Too high: whoever stops the steps waits longer for the one that runs. Too low:
 # the draft's weights are read more often.
 SLICE = 128
@@ -67,6 +71,7 @@ class ChainAhead(ModelDrafter):
         self._ahead: list[Outcome] = []  # not drafted behind yet, the likeliest last
         self._group: list[Outcome] = []  # being drafted behind now
         self._nodes = 0
+        self.memory = 0  # bytes of the distributions drafted ahead
 
     def expect(self, text: list[int], most: int) -> None:
         """Prepare drafting ahead while the target reads ``text``: ``most`` tokens behind each likely first token."""
@@ -112,7 +117,7 @@ class ChainAhead(ModelDrafter):
         return outcome
 
     def _forget(self) -> None:
-        self._begun = None
+        self._begun, self.memory = None, 0
         self._found, self._ahead, self._group = {}, [], []
 
     def step(self) -> bool:
@@ -132,6 +137,8 @@ class ChainAhead(ModelDrafter):
         else:
             self._grow()
         self._begun = len(self._text) if begun is None else begun
+        if self.memory >= MOST_BYTES:
+            return False
         if self._group and len(self._group[0].tokens) < self._most:
             return True
         room = self.engine.context_length - len(self._text)
@@ -216,7 +223,8 @@ class ChainAhead(ModelDrafter):
             token = self._draw(probs[row], None if arrays is None else arrays[row], place)
             one.tokens += as_list(token)
             one.sure.append(sure[index])
-            one.rows.append(None if self.params.seeded else probs[index].clone())
+            one.rows.append(None if self.params.seeded else compact(probs[index]))
+            self.memory += size_of(one.rows[-1])
 
     def catch_up(self, committed: int) -> int:
         """See ``ModelDrafter``. Tokens that the cache will hold at the next proposal count as held."""
@@ -268,6 +276,19 @@ def rows_of(proposal: Proposal) -> list[Any]:
     return [torch.as_tensor(row).clone() for row in proposal.probs]
 
 
+def compact(row: torch.Tensor) -> torch.Tensor:
+    """A copy of a distribution (vocab,), sparse if that takes less memory."""
+    sparse = row.to_sparse()
+    return sparse if size_of(sparse) < row.nbytes else row.clone()
+
+
+def size_of(row: torch.Tensor | None) -> int:
+    """The bytes of a distribution, sparse or not; 0 for None."""
+    if row is None or not row.is_sparse:
+        return 0 if row is None else row.nbytes
+    return row._indices().nbytes + row._values().nbytes
+
+
 def stacked(rows: list[Any]) -> torch.Tensor | None:
     """The distributions of a chain as one tensor; None if nothing was drawn."""
-    return None if not rows or rows[0] is None else torch.stack(rows)
+    return None if not rows or rows[0] is None else torch.stack([row.to_dense() for row in rows])

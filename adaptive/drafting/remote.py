@@ -19,7 +19,6 @@ import torch
 from adaptive.control.policy import Adviser
 from adaptive.drafting.proposal import Proposal
 from adaptive.remote import Call, Remote
-from adaptive.sampling import LogitsProcessor
 from adaptive.types import REMOTE, REMOTE_TREE, SamplingParams
 from adaptive.wire import Asked, Drafted, Refused, read_drafted
 
@@ -36,19 +35,12 @@ class RemoteDrafter:
     name = REMOTE
 
     def __init__(
-        self,
-        remote: Remote,
-        holder: object,
-        target_vocab: int,
-        params: SamplingParams,
-        processor: LogitsProcessor,
-        tree: bool = False,
+        self, remote: Remote, holder: object, target_vocab: int, params: SamplingParams, tree: bool = False
     ) -> None:
-        """``tree``: request trees, unless the logits processor is active, which makes the target's logits depend on the
-        proposed tokens."""
+        """``tree``: request trees."""
         self.remote = remote
         self.params = params
-        self.tree = tree and not processor.active
+        self.tree = tree
         self._text = remote.text_of(holder)
         self._vocab = min(remote.hello.vocab_size, target_vocab)
         self._passes: deque[float] = deque(maxlen=PASSES)

@@ -101,6 +101,11 @@ class TreeDrafter(ModelDrafter):
         top = scores.topk(min(most, scores.shape[1]), dim=-1)
         return top.values.cpu(), top.indices.cpu()
 
+    @property
+    def memory(self) -> int:
+        """Bytes of the noise that is kept for the next tree."""
+        return sum(row.nbytes for row in self._gumbel.values())
+
     def _noise(self, place: int, like: torch.Tensor) -> torch.Tensor:
         """The seed's Gumbel noise (1, vocab) for the token at ``place``, computed once."""
         if place not in self._gumbel:

@@ -12,13 +12,14 @@ from adaptive.errors import AdaptiveError
 IDENTITY_BYTES = 1 << 20
 
 
-def weights_hash(folder: Path, needed: bool = True) -> str:
-    """A short hash of config, tokenizer and the weights' identity (names, sizes, first and last megabyte).
+def weights_hash(folder: Path, needed: bool = True, counted: bool = True) -> str:
+    """A short hash of config, tokenizer and, if they are ``counted``, the weights' identity (names, sizes, first and
+    last megabyte).
 
     Raises AdaptiveError if there are no weights and they are ``needed``.
     """
     digest = hashlib.sha256()
-    weights = sorted(folder.glob("*.safetensors"))
+    weights = sorted(folder.glob("*.safetensors")) if counted else []
     if not weights and needed:
         raise AdaptiveError(f"{folder} holds no weights: there is no *.safetensors file in it")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):

@@ -27,7 +27,7 @@ UNFINISHED = ".adaptive-export-"
 
 
 def export_jsonl(log: Log, file: Path | IO[str]) -> int:
-    """Write one JSON object a generation: ``messages`` with the answer last, and its id, session, time, domain, adapter
+    """Write one JSON object a record: ``messages`` with the answer last, and its id, session, time, domain, adapter
     and finish reason.
 
     A raw text prompt becomes a user message. Returns the number of lines. Raises AdaptiveError if
@@ -40,7 +40,7 @@ def export_jsonl(log: Log, file: Path | IO[str]) -> int:
 
 
 def export_parquet(log: Log, file: Path, with_supervision: bool = False) -> int:
-    """Write one row a generation with the columns of the log, token ids as lists; rounds are summed up.
+    """Write one row a record with the columns of the log, token ids as lists; rounds are summed up.
 
     ``with_supervision`` adds the supervision (about 100 bytes a token) as lists of float32, which hold
     float16 exactly. Returns the number of rows. Raises AdaptiveError if ``file`` cannot be written.

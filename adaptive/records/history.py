@@ -34,8 +34,8 @@ LATEST = 20
 # Points of a time series. Too high: more than a terminal has columns. Too low: adapter changes are hidden.
 POINTS = 60
 
-# Names of rows without an adapter: the original draft, and the target alone (nothing was drafted).
-BASE_DRAFT = "base draft"
+# Names of rows without an adapter: the draft without one, and the target alone (nothing was drafted).
+BASE_DRAFT = "no adapter"
 NO_DRAFT = "no draft"
 
 
@@ -82,7 +82,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Swap:
-    """A change of adapter: ``generation`` is the id of the first one under ``after`` (None: the base draft)."""
+    """A change of adapter: ``generation`` is the id of the first one under ``after`` (None: the draft without one)."""
 
     generation: int
     created: float

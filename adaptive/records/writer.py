@@ -141,8 +141,8 @@ class LogWriter:
                     + (f", {self.lost} lost" if self.lost else "")
                 )
             if self.lost:
-                return f"{counted(self.lost, 'generation')} could not be logged ({self._loss})"
-            return f"{counted(self.stripped, 'generation')} logged without supervision" if self.stripped else None
+                return f"{counted(self.lost, 'answer')} could not be logged ({self._loss})"
+            return f"{counted(self.stripped, 'answer')} logged without supervision" if self.stripped else None
 
     @property
     def state(self) -> WriterState:

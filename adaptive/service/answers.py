@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from adaptive.decoding.text import TextStream
 from adaptive.records.deletion import begun, delete_answers
-from adaptive.records.holders import Asked, Held
+from adaptive.records.holders import Held
 from adaptive.records.log import Log, LoggedGeneration
 from adaptive.records.origins import origins
 from adaptive.service.api import Api
@@ -45,7 +45,7 @@ def add_answers(app: FastAPI, api: Api) -> None:
     state = api.trainer.state
 
     async def with_log(request: Request, do: Callable[[Log], Found]) -> Found:
-        _for_this_user(api, request)
+        refuse_others(api, request)
 
         def run() -> Found:
             with Log(state.records) as log:
@@ -91,7 +91,7 @@ def add_answers(app: FastAPI, api: Api) -> None:
     ) -> dict[str, int]:
         """Delete the ``chosen`` answers and those that hold them, their data in other files of the pair, and the caches
         in memory. Answers in progress that hold one, or belong to the ``session``, are not recorded."""
-        _for_this_user(api, request)
+        refuse_others(api, request)
         written = api.session().assistant.log
 
         def newest(log: Log) -> Collection[int]:
@@ -112,15 +112,15 @@ def add_answers(app: FastAPI, api: Api) -> None:
 
 
 async def _keep_off_the_log(api: Api, held: Held, session: str | None) -> None:
-    """See to it that no waiting or running request is recorded whose prompt holds one of the answers, or that belongs
-    to the ``session``. Wait until those of their answers that have just ended are with the log's writer."""
+    """See to it that no request is recorded whose prompt holds one of the answers, nor a waiting or running one that
+    belongs to the ``session``. Wait until those of their answers that have just ended are with the log's writer."""
+    api.forgotten.append(held)
     running = [(work.job, work.answering) for work in api.engine.works]
     names = {job: answering.session for job, answering in running if answering is not None}
     found = set()
     for job in list(api.jobs):
         name = names.get(job, job.ask.session)
-        prompts = (Asked(name or "", prompt.messages, prompt.text) for prompt in job.ask.prompts)
-        if (session is not None and name == session) or any(map(held.holds, prompts)):
+        if (session is not None and name == session) or job.ask.repeats(held, name):
             job.ask.forgotten.set()
             found.add(job)
 
@@ -134,7 +134,7 @@ async def _keep_off_the_log(api: Api, held: Held, session: str | None) -> None:
         await asyncio.sleep(0.01)
 
 
-def _for_this_user(api: Api, request: Request) -> None:
+def refuse_others(api: Api, request: Request) -> None:
     """Without an API key: raise HTTPException unless the client is a program of the user who runs the server."""
     if api.settings.api_key is not None:
         return

@@ -20,10 +20,11 @@ from adaptive.drafting.archive import owner_name
 from adaptive.encoding import encode_text
 from adaptive.errors import AdaptiveError
 from adaptive.grammar import Grammar
+from adaptive.records.holders import Held
 from adaptive.service.calls import Reading
 from adaptive.service.chats import prepare
 from adaptive.service.engine import EngineThread, Opened
-from adaptive.service.errors import error_response
+from adaptive.service.errors import RETRY_AFTER, error_response
 from adaptive.service.jobs import Answer, Ask, Done, Event, Failed, Job, NotReadyError, Prompt
 from adaptive.service.metrics import Metrics
 from adaptive.service.schemas import ChatRequest, Common, CompletionRequest
@@ -47,7 +48,9 @@ class Api:
         self.trainer = trainer
         self.model = model_name(settings)
         self.leaving: Callable[[], bool] = lambda: False  # whether the server is stopping: ends endless streams
-        self.jobs: weakref.WeakSet[Job] = weakref.WeakSet()  # waiting, running and just ended; used on the event loop
+        # Both are used on the event loop.
+        self.jobs: weakref.WeakSet[Job] = weakref.WeakSet()  # waiting, running and just ended
+        self.forgotten: list[Held] = []  # the answers deleted so far: a request that repeats one is not recorded
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def session(self) -> Opened:
@@ -112,7 +115,7 @@ class Api:
             n=body.n or 1,
             client=body.user or (request.client.host if request.client else ""),
             owner=owner_name(body.user or ""),
-            session=request.headers.get("x-session-id") or None,  # an empty one names none
+            session=_session(request.headers.get("x-session-id", "")),
             record=body.store is not False,
             supervise=top is not None,
             stream=bool(body.stream),
@@ -122,6 +125,8 @@ class Api:
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
         job = Job(ask, lambda event: _hand_over(loop, events, event))
         self.jobs.add(job)
+        if any(ask.repeats(held, ask.session) for held in self.forgotten):
+            ask.forgotten.set()
         self.engine.submit(job)
         tokens = sum(len(prompt.ids) for prompt in prompts)
         writer = write(Served(uuid.uuid4().hex, int(time.time()), self.model, self.tokenizer, reading, tokens, ask.n))
@@ -144,7 +149,8 @@ class Api:
                 got = event.result()
                 if isinstance(got, Failed):
                     self.metrics.refused(got.status)
-                    return error_response(request.url.path, got.status, got.message)
+                    again = RETRY_AFTER if got.status == 503 else None
+                    return error_response(request.url.path, got.status, got.message, headers=again)
                 if isinstance(got, Answer):
                     answers.append(got)
                 if isinstance(got, Done):
@@ -152,6 +158,15 @@ class Api:
         finally:
             gone.cancel()
             job.cancel()
+
+
+def _session(header: str) -> str | None:
+    """The session that a header names, None for an empty one. Headers are bytes, which most clients write as UTF-8, and
+    which are read as Latin-1."""
+    try:
+        return header.encode("latin-1").decode("utf-8") or None
+    except UnicodeDecodeError:
+        return header
 
 
 def _hand_over(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event], event: Event) -> None:

@@ -23,13 +23,10 @@ from adaptive.service.dialects.llama_server import add_llama_server
 from adaptive.service.dialects.messages import add_messages
 from adaptive.service.dialects.responses import add_responses
 from adaptive.service.engine import EngineThread
-from adaptive.service.errors import REFUSALS, error_object, error_response, refusal_of
+from adaptive.service.errors import REFUSALS, RETRY_AFTER, error_object, error_response, refusal_of
 from adaptive.service.guard import Guard
 from adaptive.service.jobs import NotReadyError, QueueFullError
 from adaptive.speculation import growing, who_drafts
-
-# Seconds after which a client should retry after 429 or 503: about the time of one answer.
-RETRY_AFTER = {"Retry-After": "2"}
 
 METRICS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {}}, "description": "In Prometheus' text format"}
@@ -55,6 +52,7 @@ def create_app(api: Api) -> FastAPI:
 def _state(app: FastAPI, api: Api) -> None:
     engine = api.engine
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         if engine.state != "ready":

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from adaptive.encoding import chat_text, encode_rendered, template_text
+from adaptive.encoding import chat_text, render_chat, template_text
 from adaptive.errors import AdaptiveError
 from adaptive.grammar import Grammar
 from adaptive.service.calls import Reading, reading_of
@@ -47,7 +47,7 @@ def prepare(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, context: int)
     body.refuse_unbuilt()
     grammar = body.constrained()
     must_call, tools = body.must_call(), offered(body)
-    ids = encode_rendered(tokenizer, rendered(body, tokenizer), context)
+    ids = encoded(body, tokenizer, context)
     prompt = Prompt(ids, tuple(message.for_log() for message in body.messages), "")
     most = 1 if body.parallel_tool_calls is False else None
     reading = reading_of(tokenizer, tools, ids, most)
@@ -69,6 +69,19 @@ def prepare(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, context: int)
 
 def rendered(body: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> str:
     """The chat as text, formatted by the template. Raises AdaptiveError as ``prepare``."""
+    return chat_text(tokenizer, *_given(body, tokenizer))
+
+
+def encoded(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, context: int) -> list[int]:
+    """Token ids of the chat, formatted by the template. Raises AdaptiveError as ``prepare``."""
+    chat, tools, said = _given(body, tokenizer)
+    return render_chat(tokenizer, chat, context, tools, said)
+
+
+def _given(
+    body: ChatRequest, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None, dict[str, Any]]:
+    """What the template gets: the messages in the form that it expects, the tools, and its variables."""
     template = template_text(tokenizer)
     known = format_of(template)
     tools = offered(body)
@@ -81,7 +94,7 @@ def rendered(body: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> str:
     if known.single:
         chat = list(_with_single_calls(chat))
     chat = [_for_template(message, template, known) for message in chat]
-    return chat_text(tokenizer, chat, tools, variables(body, template, known))
+    return chat, tools, variables(body, template, known)
 
 
 def offered(body: ChatRequest) -> list[dict[str, Any]] | None:

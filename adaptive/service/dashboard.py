@@ -7,13 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi import Path as InPath
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
 from adaptive.records.history import By
 from adaptive.service import pages
+from adaptive.service.answers import refuse_others
 from adaptive.service.api import Api
 from adaptive.service.events import Changes
 from adaptive.service.overview import Past
@@ -29,6 +30,7 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+READS = ["GET", "HEAD"]
 AdapterId = Annotated[str, InPath(pattern=r"^[0-9]{1,9}$")]
 
 
@@ -38,22 +40,24 @@ def add_dashboard(app: FastAPI, api: Api) -> None:
     store, state = trainer.store, trainer.state
     past, changes = Past(state, store), Changes(api)
 
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=READS, include_in_schema=False)
     async def page() -> Response:
         return _page(pages.dashboard())
 
-    @app.get("/chat", include_in_schema=False)
+    @app.api_route("/chat", methods=READS, include_in_schema=False)
     async def chat() -> Response:
         return _page(pages.part("chat.html"))
 
-    @app.get("/assets/{name}", include_in_schema=False)
+    @app.api_route("/assets/{name}", methods=READS, include_in_schema=False)
     async def asset(name: str) -> Response:
         if name not in pages.ASSETS:
             raise HTTPException(404, "there is no such file")
         return Response(pages.part(name), media_type=pages.TYPES[Path(name).suffix], headers=PAGE_HEADERS)
 
     @app.get("/adaptive/history")
-    async def history(by: By = "adapter") -> dict[str, Any]:
+    async def history(request: Request, by: By = "adapter") -> dict[str, Any]:
+        if by == "session":
+            refuse_others(api, request)
         return (await asyncio.to_thread(past.read, by))[1]
 
     @app.get("/adaptive/trainer")
@@ -69,8 +73,7 @@ def add_dashboard(app: FastAPI, api: Api) -> None:
 
     @app.get("/adaptive/storage")
     async def storage() -> dict[str, Any]:
-        found = await asyncio.to_thread(on_disk, state)
-        return asdict(with_memory(found, api.engine.session))
+        return asdict(await asyncio.to_thread(lambda: with_memory(on_disk(state), api.engine.session)))
 
     @app.get("/adaptive/adapters")
     async def adapters() -> list[dict[str, Any]]:

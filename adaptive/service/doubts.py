@@ -120,7 +120,8 @@ class Doubts:
             self._warn(str(problem))
             self._keep(before)
             return False
-        logger.warning("%s is in use now: %s", "the plain draft" if best is None else f"adapter {best}", reason)
+        named = "the draft without an adapter" if best is None else f"adapter {best}"
+        logger.warning("%s is in use now: %s", named, reason)
         return True
 
     def trained(self, until: int) -> None:

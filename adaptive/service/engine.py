@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -19,7 +20,9 @@ from adaptive.assistant import Assistant
 from adaptive.control.policy import LengthPolicy
 from adaptive.decoding.batch import Batch
 from adaptive.decoding.loop import ANSWER_RESERVE, Decoding
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, ContextFullError, first_line
+from adaptive.grammar import GrammarError
+from adaptive.kept import Tensors
 from adaptive.machine import give_memory_back
 from adaptive.pair import Pair
 from adaptive.printable import counted, printable_line
@@ -75,6 +78,9 @@ class Opened(Protocol):
 
     @property
     def upkeep(self) -> Upkeep: ...
+
+    @property
+    def hurry(self) -> threading.Event: ...
 
 
 class Listener(Protocol):
@@ -134,6 +140,7 @@ class EngineThread:
         self._forget = False
         self._wanted = slots
         self._batch: Batch
+        self._fetching: tuple[Job, Future[Tensors] | None] | None = None  # the kept cache read for the next job
         # Held while a job is queued or listeners are called, so that ``idle`` is never the last call while a job waits.
         self._telling = threading.Lock()
         self._told_busy = True  # until the models are loaded
@@ -187,6 +194,11 @@ class EngineThread:
             work.job.cancel()
         self._finished.wait()
 
+    def hurry(self) -> None:
+        """End without writing caches to disk."""
+        if self.session is not None:
+            self.session.hurry.set()
+
     def _run(self) -> None:
         try:
             with self._open() as session:
@@ -233,7 +245,9 @@ class EngineThread:
     def _fill(self, session: Opened) -> None:
         """Start waiting jobs while slots are free. If no job is running, wait up to POLL_S for one."""
         while self.state == "ready" and len(self.works) < self.slots:
-            job = self.queue.take(0 if self.works else POLL_S, lambda job: self._has_room(session.assistant, job))
+            job = self.queue.take(0 if self.works else POLL_S, lambda job: self._may_begin(session.assistant, job))
+            if job is not None or not len(self.queue):
+                self._fetching = None  # it was read, or its job was cancelled: frees the memory
             if job is None and not len(self.queue):
                 job = self._with_more(session.assistant)
             if job is None:
@@ -260,6 +274,17 @@ class EngineThread:
         if self._forget:
             self._forget = False
             assistant.forget()
+
+    def _may_begin(self, assistant: Assistant, job: Job) -> bool:
+        """Whether there is room for a job, and its kept cache was read, for which answers in progress do not wait."""
+        if not self._has_room(assistant, job):
+            return False
+        if not self.works:
+            return True
+        if self._fetching is None or self._fetching[0] is not job:
+            self._fetching = job, assistant.conversations.fetch(job.ask.prompts[0].ids)
+        file = self._fetching[1]
+        return file is None or file.done()
 
     def _has_room(self, assistant: Assistant, job: Job) -> bool:
         """Whether there is memory for the caches of a job's longest prompt and the answer tokens reserved at first."""
@@ -310,19 +335,18 @@ class EngineThread:
             return
         work.index, job.begun = job.begun, job.begun + 1
         answering = None
+        work.count, work.began = 0, time.perf_counter()  # for ``doing``: to begin may take seconds
         try:
             answering = work.answering = assistant.begin(question(ask, work.index))
             answering.decoding.begin()
         except Exception as error:
             self._batch.could_not_join()
             if answering is not None:
-                answering.decoding.end()
-                assistant.end(answering)
+                _end(assistant, answering)
             self._over(work, _failure(error))
             return
         self._batch.join(answering.decoding)
         work.began = work.last = time.perf_counter()
-        work.count = 0
 
     def _show(self, assistant: Assistant, work: Work, error: Exception | None) -> None:
         """Send the new tokens of an answer; end it if it is complete, failed or cancelled."""
@@ -345,18 +369,15 @@ class EngineThread:
                 if job.cancelled and step.finish_reason is None:
                     break
         except Exception as failure:
-            self._end(assistant, answering)
+            self._batch.leave(decoding)
+            _end(assistant, answering)
             self._over(work, _failure(failure))
             return
         if decoding.finish_reason is None and not job.cancelled:
             return
-        self._end(assistant, answering)
+        self._batch.leave(decoding)
+        _end(assistant, answering)
         self._told(assistant, work, answering)
-
-    def _end(self, assistant: Assistant, answering: Answering) -> None:
-        self._batch.leave(answering.decoding)
-        answering.decoding.end()
-        assistant.end(answering)
 
     def _told(self, assistant: Assistant, work: Work, answering: Answering) -> None:
         """Count an ended answer, and send it as soon as it is logged, unless it was cancelled."""
@@ -369,7 +390,7 @@ class EngineThread:
         for adapter, rounds in answering.rounds_by_adapter:
             for listener in self._listeners:
                 listener.answered(adapter, rounds)
-        logger.info("%s: %s", printable_line(ask.client) or "client", _line(done, how))
+        logger.info("%s: %s", printable_line(ask.owner[:8] or ask.client) or "client", _line(done, how))
         work.answering, work.answer = None, None
         if done.finish_reason != "cancelled":
             work.answer = Answer(
@@ -422,15 +443,29 @@ class EngineThread:
             give_memory_back()  # else a busy server grows by a tenth within minutes
 
 
+def _end(assistant: Assistant, answering: Answering) -> None:
+    """End an answer. If that fails, as rolling back its caches may where a GPU's memory is full, the other answers go
+    on, and this one is sent all the same."""
+    try:
+        answering.decoding.end()
+    except Exception as error:
+        logger.error("the caches of an answer are dropped: they could not be rolled back (%s)", first_line(error))
+        answering.conversation.forget()
+    try:
+        assistant.end(answering)
+    except Exception as error:
+        logger.error("an answer is not logged", exc_info=error)
+
+
 def _failure(error: Exception) -> Failed:
     """The event for a request that failed with ``error``."""
     from adaptive.engines.streamed.packed import unreadable
 
-    if unreadable(error):
+    if isinstance(error, ContextFullError | GrammarError):
+        return Failed(400, str(error))
+    if isinstance(error, AdaptiveError) or unreadable(error):  # not because of the request: a failed pass, no memory
         logger.error("%s", error)
         return Failed(503, str(error))
-    if isinstance(error, AdaptiveError):  # for example a prompt longer than the context
-        return Failed(400, str(error))
     logger.error("a request failed", exc_info=error)
     return Failed(500, "the server failed on this request; its log says why")
 

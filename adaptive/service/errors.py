@@ -20,6 +20,8 @@ ANTHROPIC = {
     503: "overloaded_error",
 }
 ANTHROPIC_PATHS = "/v1/messages"
+# Seconds after which a client should retry after 429 or 503: about the time of one answer.
+RETRY_AFTER = {"Retry-After": "2"}
 # Parts of the place of pydantic's error that name an alternative of a union, such as ``constrained-str``, and no field.
 ALTERNATIVE = re.compile(r".*[\[-].*|str|int|float|bool")
 
@@ -56,7 +58,7 @@ class AnthropicError(BaseModel):
 # Error responses that any path may give, for the OpenAPI description.
 REFUSALS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request cannot be served as it is; the message says why"},
-    "503": {"model": ErrorBody, "description": "The models are being loaded, or the server is going down"},
+    "503": {"model": ErrorBody, "description": "The models are being loaded, the server is stopping, or a pass failed"},
 }
 ANTHROPIC_REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {**refusal, "model": AnthropicError} for status, refusal in REFUSALS.items()

@@ -11,12 +11,17 @@ from typing import Any
 from adaptive.errors import AdaptiveError
 from adaptive.grammar import WHITESPACE, Grammar, as_json
 from adaptive.service.calls import Reading
-from adaptive.service.formats import Layout, function_of, properties_of
-from adaptive.service.values import alternatives
+from adaptive.service.formats import Layout, function_of
+from adaptive.service.values import alternatives, members
 
 ANY_TEXT = r"/(.|\n)*/"
 # Types whose values every family writes as JSON.
 BARE = ("integer", "number", "boolean", "null")
+# The beginning of a reference to a place in the same schema, as JSON text. Within a text value, which may look alike,
+# quotes are escaped.
+OWN = re.compile(r'(?<!\\)"\$ref": "#(?=["/])')
+# The name, among the definitions of a schema, of the whole schema of the parameters, of which it is a part.
+PLACE = "arguments"
 # Kinds of grammars that can be a part of another one. llguidance fails on some grammars within a grammar.
 NESTED = ("json_schema", "regex")
 
@@ -90,9 +95,9 @@ class _Rules:
             raise AdaptiveError("tools: every tool needs a function with a name")
         arguments = function.get("parameters") or {"type": "object"}
         if layout.parameter:
-            held = self._parameters(function, arguments)
+            held = self._parameters(name, arguments)
         elif layout.key:
-            properties = {"name": {"const": name}, layout.key: arguments}
+            properties = {"name": {"const": name}, layout.key: {"$ref": "#"}}
             call = {"type": "object", "properties": properties, "required": [*properties]}
             held = self._json({**call, "additionalProperties": False}, arguments)
         else:
@@ -105,12 +110,16 @@ class _Rules:
         parts = re.split(f"({'|'.join(map(re.escape, self._tokens))})", text) if self._tokens else [text]
         return " ".join(f"<[{self._tokens[p]}]>" if p in self._tokens else json.dumps(p) for p in parts if p)
 
-    def _parameters(self, function: dict[str, Any], arguments: Any) -> str:
+    def _parameters(self, name: str, arguments: Any) -> str:
         """All parameters in order; those that are not required are optional."""
-        required = arguments.get("required") if isinstance(arguments, dict) else None
-        needed = required if isinstance(required, list) else ()
+        known = members(arguments)
+        if not known.listed:
+            raise AdaptiveError(
+                f"tools: a call of {name[:64]!r} cannot be forced from this model, nor offered beside a format, only "
+                "one whose schema lists all parameters in properties, without alternatives"
+            )
         held = [
-            (self._parameter(key, schema, arguments), key in needed) for key, schema in properties_of(function).items()
+            (self._parameter(key, schema, arguments), key in known.required) for key, schema in known.properties.items()
         ]
         if not self._layout.separator:
             return " ".join(rule if always else f"{rule}?" for rule, always in held)
@@ -161,13 +170,14 @@ class _Rules:
         return f"{self.text(before)} {value}"
 
     def _json(self, schema: Any, around: Any) -> str:
-        """A rule for JSON by ``schema``, which may refer to definitions of the schema ``around`` it."""
-        if isinstance(schema, dict):
-            shared = {
-                key: around[key] for key in ("$defs", "definitions") if isinstance(around, dict) and key in around
-            }
-            schema = {**schema, **shared, "x-guidance": {"whitespace_pattern": WHITESPACE}}
-        return self._rule(f"%json {as_json(schema)}")
+        """A rule for JSON by ``schema``, in which references are to places of the schema ``around`` it."""
+        if not isinstance(schema, dict):
+            return self._rule(f"%json {as_json(schema)}")
+        whole = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+        text = as_json(whole)
+        if schema is not around and OWN.search(text):
+            text = OWN.sub(f'"$ref": "#/$defs/{PLACE}', as_json({**whole, "$defs": {PLACE: around}}))
+        return self._rule(f"%json {text}")
 
     def _rule(self, right: str, attributes: str = "") -> str:
         name = f"r{len(self._rules)}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from adaptive.service.values import kinds_of, typed
+from adaptive.service.values import DECODER, kinds_of, members, typed
 
 # Contents of a region: a call, thinking, or visible text.
 Kind = Literal["call", "thought", "text"]
@@ -101,7 +101,7 @@ class Format:
 def called(name: Any, arguments: Any) -> Call:
     """A call. Raises ValueError if the name is not text or the arguments are not an object."""
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        arguments = DECODER.decode(arguments)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("no call")
     said = json.dumps(arguments, ensure_ascii=False)
@@ -120,9 +120,9 @@ def _of_object(value: Any) -> Call:
 
 def _objects(text: str) -> list[Any]:
     """The JSON values in ``text``, separated by white space or semicolons; a list gives its entries."""
-    found, place, decoder = [], 0, json.JSONDecoder()
+    found, place = [], 0
     while (place := place + len(text[place:]) - len(text[place:].lstrip(" \n\t;"))) < len(text):
-        value, place = decoder.raw_decode(text, place)
+        value, place = DECODER.raw_decode(text, place)
         found += value if isinstance(value, list) else [value]
     return found
 
@@ -180,7 +180,7 @@ def _read_gemma(quote: str, before: str, body: str, types: Types, closed: bool) 
     pieces = found[2].split(quote)
     pieces[0::2] = [re.sub(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:", r'\1"\2":', piece) for piece in pieces[0::2]]
     pieces[1::2] = [json.dumps(piece) for piece in pieces[1::2]]
-    return [called(found[1], json.loads("".join(pieces)))]
+    return [called(found[1], DECODER.decode("".join(pieces)))]
 
 
 def _read_mistral(before: str, body: str, types: Types, closed: bool) -> list[Call | str]:
@@ -188,7 +188,7 @@ def _read_mistral(before: str, body: str, types: Types, closed: bool) -> list[Ca
     found = re.fullmatch(r"\s*([\w.-]+)(?:\[CALL_ID\]\s*(\w+))?\s*(?:\[ARGS\])?\s*(\{.*)", body, re.DOTALL)
     if found is None:
         return _read_objects(before, body, types, closed)
-    call = called(found[1], json.loads(found[3]))
+    call = called(found[1], DECODER.decode(found[3]))
     return [replace(call, id=found[2]) if found[2] else call]
 
 
@@ -198,7 +198,7 @@ def _read_harmony(before: str, body: str, types: Types, closed: bool) -> list[Ca
     if not mark:
         raise ValueError("no message")
     recipient = re.search(r"to=(?:functions\.)?([\w.-]+)", f"{before} {header}")
-    return [said] if recipient is None else [called(recipient[1], json.loads(said))]
+    return [said] if recipient is None else [called(recipient[1], DECODER.decode(said))]
 
 
 # Beginnings of calls with JSON arguments: an object with the name before the arguments, or the name and then the
@@ -346,7 +346,7 @@ def types_of(tools: Sequence[dict[str, Any]]) -> Types:
         function = function_of(tool)
         if isinstance(name := function.get("name"), str):
             around = function.get("parameters")
-            known[name] = {key: kinds_of(value, around) for key, value in properties_of(function).items()}
+            known[name] = {key: kinds_of(value, around) for key, value in members(around).properties.items()}
     return known
 
 
@@ -354,10 +354,3 @@ def function_of(tool: dict[str, Any]) -> dict[str, Any]:
     """The function of a tool; empty if it has none."""
     function = tool.get("function")
     return function if isinstance(function, dict) else {}
-
-
-def properties_of(function: dict[str, Any]) -> dict[str, Any]:
-    """The schemas of a function's parameters, by name."""
-    schema = function.get("parameters")
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    return properties if isinstance(properties, dict) else {}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from adaptive.answering import Question
 from adaptive.grammar import Grammar
+from adaptive.records.holders import Asked, Held
 from adaptive.types import Message, Round, SamplingParams, StopParams, Supervision, Timings
 
 
@@ -49,6 +50,10 @@ class Ask:
     def answers(self) -> int:
         """The total number of answers."""
         return len(self.prompts) * self.n
+
+    def repeats(self, held: Held, session: str | None) -> bool:
+        """Whether a prompt holds one of these answers. ``session`` is that of the request, if it is known."""
+        return any(held.holds(Asked(session or "", prompt.messages, prompt.text)) for prompt in self.prompts)
 
 
 def question(ask: Ask, index: int) -> Question:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from adaptive.errors import AdaptiveError
 from adaptive.grammar import Grammar, json_schema, notation
@@ -27,6 +27,17 @@ MOST_TOKENS = 2**31 - 1
 MaxTokens = Literal[-1] | Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 # A grammar or regular expression. Longer ones would take seconds to compile, and are no real grammars.
 GrammarText = Annotated[str, StringConstraints(max_length=200_000)]
+MOST_OF_A_NAME = 1000
+
+
+def _short(name: str) -> str:
+    if len(name) > MOST_OF_A_NAME:
+        raise ValueError(f"string should have at most {MOST_OF_A_NAME} characters")
+    return name
+
+
+# A client's name for its user. StringConstraints would refuse one that ends in half a character.
+UserName = Annotated[str, AfterValidator(_short)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
@@ -130,12 +141,13 @@ class ChatMessage(LooseModel):
 
 
 def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A call with its arguments parsed: OpenAI's form has them as JSON text, templates expect the object."""
+    """A call with its arguments parsed: OpenAI's form has them as JSON text, templates expect the object. Some clients
+    write an empty text for no arguments."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
     except (ValueError, RecursionError):  # not JSON, or nested too deeply
         return call
 
@@ -186,7 +198,7 @@ class Common(RequestBody):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     store: bool | None = None
-    user: str | None = None
+    user: UserName | None = None
     response_format: ResponseFormat | None = None
     json_schema: dict[str, Any] | None = None
     grammar: GrammarText | None = None

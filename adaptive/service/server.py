@@ -30,8 +30,8 @@ from adaptive.state import PairState
 
 logger = logging.getLogger("adaptive.service")
 
-# Seconds after SIGTERM or ctrl-C until running answers are cancelled. Must be well below the 90 s after which systemd
-# kills the process.
+# Seconds after SIGTERM or ctrl-C until running answers are cancelled. Must be well below the 45 s after which systemd
+# kills the process (``cli/managers.py``).
 GRACE_S = 10.0
 
 
@@ -78,6 +78,9 @@ def _run(server: _Server, engine: EngineThread, listening: socket.socket) -> Non
     finally:
         if engine.state == "loading":  # ``close`` waits for the loading; another signal then ends the process
             restore()
+        else:
+            for number in before:
+                signal.signal(number, lambda *_: engine.hurry())
         engine.close()
         restore()
         logger.info("stopped")
@@ -156,7 +159,8 @@ def only_server(state: PairState, settings: Settings) -> Iterator[Callable[[str]
     from filelock import FileLock, Timeout
 
     try:
-        with FileLock(state.root / "server.lock", timeout=0, mode=0o600):
+        # `adaptive service status` takes the lock for a moment.
+        with FileLock(state.root / "server.lock", timeout=1, mode=0o600):
             try:
                 yield lambda url: _note(state.root, url)
             finally:

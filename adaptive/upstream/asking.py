@@ -52,6 +52,8 @@ def unlogged(said: Mapping[str, Any]) -> str | None:
         return "it repeats its prompt (echo)"
     if (said.get("best_of") or 1) != 1:
         return "it was chosen among several (best_of)"
+    if said.get("use_beam_search"):
+        return "it was chosen among several (use_beam_search)"
     if said.get("continue_final_message"):
         return "it continues a message (continue_final_message)"
     return None

@@ -2,10 +2,9 @@
 
 Most servers report the model's own distribution p; SGLang reports r after the temperature T: r(x) is proportional to
 p(x) ** (1 / T). So p(x) is proportional to r(x) ** T, which is exact for the listed tokens. The mass of all other
-tokens
-depends on their unknown distribution. It lies between the mass if they are all equal and the mass if each is as likely
-as the last listed token; the geometric mean of the two is used, as in ``trainers/losses.py``. At T = 1 both are the
-remaining mass.
+tokens depends on their unknown distribution. It lies between the mass if they are all equal and the mass if each is as
+likely as the last listed token; the geometric mean of the two is used, as in ``trainers/losses.py``. At T = 1 both are
+the remaining mass.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ GONE = -1e4
 
 
 def supervision(
-    reports: Sequence[Report], output: Sequence[int], vocabulary: Vocabulary, sampling: SamplingParams, kind: Kind
+    reports: Sequence[Report], vocabulary: Vocabulary, sampling: SamplingParams, kind: Kind
 ) -> Supervision | None:
-    """The supervision of the n ``output`` tokens; None if a position has no alternatives.
+    """The supervision of the n reported tokens; None if one has no alternatives.
 
     Every position keeps as many alternatives as the one with the fewest.
     """
@@ -42,7 +41,7 @@ def supervision(
         known = {number: logprob for number, logprob in named if number is not None}
         rows.append(sorted(known.items(), key=lambda item: -item[1]))
     kept = min((len(row) for row in rows), default=0)
-    if kept == 0 or len(rows) != len(output):
+    if kept == 0:
         return None
     ids = np.array([[number for number, _ in row[:kept]] for row in rows], np.int32)
     reported = np.array([[logprob for _, logprob in row[:kept]] for row in rows], np.float64)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaptive.upstream.measure import Answered
+from adaptive.upstream.measure import Measured
 
 # Longest draft length considered.
 LONGEST = 16
@@ -42,11 +42,9 @@ class Advice:
     acceptance: float
 
 
-def round_costs(answers: Sequence[Answered]) -> RoundCosts | None:
-    """The costs of rounds, from these answers; None if the number of rounds is unknown."""
-    known = [one for one in answers if one.drafted is not None and one.accepted is not None]
-    rows = [(one.tokens - (one.accepted or 0), one.drafted or 0, one.seconds) for one in known]
-    rows = [row for row in rows if row[0] > 0]
+def round_costs(measured: Sequence[Measured]) -> RoundCosts | None:
+    """The costs of rounds, from these measurements; None if the number of rounds is unknown."""
+    rows = [row for one in measured for row in _rows(one) if row[0] > 0]
     if not rows:
         return None
     rounds, drafted, seconds = np.array(rows, np.float64).T
@@ -61,6 +59,20 @@ def round_costs(answers: Sequence[Answered]) -> RoundCosts | None:
     whole = seconds.sum() / rounds.sum()
     round_s = whole / (1 + ASSUMED_SHARE * drafted.sum() / rounds.sum())
     return RoundCosts(float(round_s), float(round_s * ASSUMED_SHARE), True)
+
+
+def _rows(measured: Measured) -> list[tuple[int, int, float]]:
+    """Rounds, drafted tokens and seconds of each answer; of all together if the server counts only these."""
+    answers = measured.answers
+    rows = [(one.tokens, one.drafted, one.accepted, one.seconds) for one in answers]
+    if any(one.drafted is None or one.accepted is None for one in answers):
+        tokens, seconds = sum(one.tokens for one in answers), sum(one.seconds for one in answers)
+        rows = [(tokens, measured.drafted, measured.accepted, seconds)]
+    return [
+        (tokens - accepted, drafted, seconds)
+        for tokens, drafted, accepted, seconds in rows
+        if drafted is not None and accepted is not None
+    ]
 
 
 def advise(tokens_a_round: Sequence[float], costs: RoundCosts) -> Advice:

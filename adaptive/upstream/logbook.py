@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,8 @@ from adaptive.types import Generation, SamplingParams, Timings
 from adaptive.upstream.asking import Asked
 from adaptive.upstream.distributions import supervision
 from adaptive.upstream.kinds import Kind
-from adaptive.upstream.prompts import Prompts
+from adaptive.upstream.models import model_of
+from adaptive.upstream.prompts import Ask, Prompts
 from adaptive.upstream.reports import MOST_TOKENS, Choice, Collected
 from adaptive.upstream.sampling import defaults_of, sampling_of
 from adaptive.upstream.vocabulary import Vocabulary
@@ -44,6 +46,8 @@ ASK_S = 10.0
 # An answer is logged when no request has been open for REST_S seconds, and at the latest PATIENCE_S seconds after its
 # end. Too low: logging, and its own requests to the server, delay the next answer. Too high: more answers wait.
 REST_S, PATIENCE_S = 0.05, 2.0
+# Seconds between two requests for the server's defaults, while it does not say them.
+AGAIN_S = 60.0
 # Reasons for misses that are kept, without their numbers, and characters of one. Clients' words may be in them, so that
 # there may be any number.
 MOST_REASONS, LONGEST_REASON = 100, 400
@@ -77,8 +81,10 @@ class Logbook:
         self._vocabulary = Vocabulary(tokenizer)
         self._folder = folder
         self._client = httpx.Client(base_url=url, timeout=ASK_S, trust_env=False, verify=trusted())
+        self._warned: str | None = None  # the writer's problem, without its numbers
         self._prompts: Prompts | None = None
         self._defaults: dict[str, Any] = {}
+        self._asked = -math.inf  # when the server was asked for them
         self.waiting = 0  # answers that are not logged yet
         self._waiting = 0  # their tokens
         self._lock = threading.Lock()
@@ -112,6 +118,12 @@ class Logbook:
         else:
             self._queue.put((exchange, time.monotonic()))
 
+    def status(self) -> dict[str, Any]:
+        """The figures, and what is wrong with the log, for people."""
+        state = self.writer.state
+        kept = {"problem": self.writer.problem, "lost": state.lost, "stripped": state.stripped}
+        return {**self.counts, "waiting": self.waiting, "why_not": dict(self.problems), **kept}
+
     def close(self) -> None:
         """Log the queued exchanges, and end the thread."""
         self._closing.set()
@@ -125,9 +137,18 @@ class Logbook:
             self._rest(ended + PATIENCE_S)
             with self._missing():
                 self._log(exchange)
+            self._warn()
             with self._lock:
                 self._waiting -= exchange.collected.tokens
                 self.waiting -= 1
+
+    def _warn(self) -> None:
+        """Say what is wrong with the log, once until it is something else."""
+        problem = self.writer.problem
+        kind = None if problem is None else without_numbers(problem)
+        if problem is not None and kind != self._warned:
+            logger.warning("%s", problem)
+        self._warned = kind
 
     def _rest(self, until: float) -> None:
         """Wait until no request has been open for REST_S seconds, the time ``until`` has come, or the end."""
@@ -147,7 +168,7 @@ class Logbook:
 
     def leave_out(self, reason: str) -> None:
         """Count an answer that is not logged. ``reason`` in words may contain numbers and a client's words."""
-        known = re.sub(r"\d+", "N", reason[:LONGEST_REASON])
+        known = without_numbers(reason[:LONGEST_REASON])
         if known not in self.problems and len(self.problems) >= MOST_REASONS:
             known = "other reasons"
         self.counts["missed"] += 1
@@ -166,8 +187,10 @@ class Logbook:
             raise AdaptiveError(f"it has more than {MOST_TOKENS} tokens")
         if self._prompts is None or self._prompts.kind is not exchange.kind:
             self._prompts = Prompts(self._vocabulary.tokenizer, exchange.kind)
-            props = self._asker(exchange)("/props", None)
-            self._defaults = defaults_of(exchange.kind, props, self._folder)
+            self._defaults, self._asked = {}, -math.inf
+        if not self._defaults and time.monotonic() - self._asked >= AGAIN_S:
+            self._asked = time.monotonic()
+            self._defaults = defaults_of(exchange.kind, model_of(asked.said), self._asker(exchange), self._folder)
         sampling = sampling_of(asked.said, self._defaults)
         counted = _counted(collected)
         prompts = self._prompts.of(asked.said, asked.chat, counted, self._asker(exchange))
@@ -184,10 +207,10 @@ class Logbook:
         collected, vocabulary = exchange.collected, self._vocabulary
         counted = _answered(collected) if len(collected.choices) == 1 else None
         output = vocabulary.output(choice, counted)
-        if not output:
+        if output is None or not output.ids:
             raise AdaptiveError("the server does not say which tokens its answer has")
         cached = (collected.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        made = supervision(choice.reports, output, vocabulary, sampling, exchange.kind) if choice.reports else None
+        made = supervision(choice.reports, vocabulary, sampling, exchange.kind) if output.reported else None
         return Generation(
             session=exchange.session,
             created=exchange.created,
@@ -195,19 +218,19 @@ class Logbook:
             prompt_text=prompt.text if not prompt.messages else "",
             text=choice.text,
             prompt=np.array(prompt.ids, np.int32),
-            output=np.array(output, np.int32),
+            output=np.array(output.ids, np.int32),
             sampling=sampling,
             adapter=None,
             engine=exchange.kind.engine,
             domain=None,
             finish_reason=_ended(exchange, choice),
             rounds=(),
-            timings=_timings(exchange, len(prompt.ids), min(cached, len(prompt.ids)), len(output)),
+            timings=_timings(exchange, len(prompt.ids), min(cached, len(prompt.ids)), len(output.ids)),
             supervision=made,
             owner=owner_name(str(exchange.asked.said.get("user") or "")),
         )
 
-    def _asker(self, exchange: Exchange) -> Callable[[str, Mapping[str, Any] | None], Any]:
+    def _asker(self, exchange: Exchange) -> Ask:
         def ask(path: str, body: Mapping[str, Any] | None) -> Any:
             headers = {} if exchange.key is None else {"Authorization": exchange.key}
             try:
@@ -221,6 +244,11 @@ class Logbook:
                 return None
 
         return ask
+
+
+def without_numbers(text: str) -> str:
+    """``text`` with N for each number."""
+    return re.sub(r"\d+", "N", text)
 
 
 def _counted(collected: Collected) -> int | None:

@@ -143,7 +143,10 @@ def counted(metrics: str) -> Counted:
         found = re.findall(rf"^[a-z]+:{name}(?:\{{[^}}]*\}})? (\S+)", metrics, re.MULTILINE)
         return sum(map(float, found)) if found else None
 
-    return Counted(total(DRAFTED), total(ACCEPTED), total(LENGTH))
+    drafted, accepted = total(DRAFTED), total(ACCEPTED)
+    if drafted is None and "vllm:" in metrics:
+        drafted = accepted = 0.0  # vLLM has these counters only if it drafts
+    return Counted(drafted, accepted, total(LENGTH))
 
 
 def _client(url: str, key: str | None) -> httpx.Client:

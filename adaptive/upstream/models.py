@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,34 +13,37 @@ EMBEDDING = "embed"
 @dataclass(frozen=True)
 class Served:
     """The target at a server. ``name``: its name in requests there, empty if the server has none. ``names``: all its
-    names; None if every name is it. ``others``: whether the server lists other models, too."""
+    names. ``alone``: the server lists one name only, and then every name is it, because most servers take any.
+    ``others``: it lists other models, too."""
 
     name: str
-    names: frozenset[str] | None
+    names: frozenset[str]
+    alone: bool
     others: bool
 
-    def is_target(self, name: object) -> bool:
+    def is_target(self, name: str) -> bool:
         """Whether a request that names the model ``name`` is answered by the target; one that names none is."""
-        return self.names is None or not isinstance(name, str) or not name or name in self.names
+        return self.alone or not name or name in self.names
 
 
 def served(listed: object, model: str | None = None) -> Served:
     """The target by a server's response to ``GET /v1/models``: ``model``, or if that is None the first one listed that
-    is not derived from another, as an adapter is.
-
-    If only one model is listed, every name is it, because most servers then take any name.
-    """
+    is not derived from another, as an adapter is."""
     data = listed.get("data") if isinstance(listed, dict) else None
     named = [one for one in data if isinstance(one, dict) and _name(one)] if isinstance(data, list) else []
     entries = [one for one in named if EMBEDDING not in _name(one).lower()] or named
     first = next((one for one in entries if not one.get("parent")), entries[0] if entries else {})
     chosen = first if model is None else next((one for one in entries if model in _names(one)), {})
     name = model or _name(chosen)
-    if len(entries) < 2:
-        return Served(name, None, False)
     same = [one for one in entries if one is chosen or _same(one, chosen)]
     names = frozenset(name for one in same for name in _names(one)) | {name}
-    return Served(name, names, len(same) < len(entries))
+    return Served(name, names - {""}, len(entries) < 2, len(same) < len(entries))
+
+
+def model_of(said: Mapping[str, Any]) -> str:
+    """The model that the request ``said`` names; empty if it names none."""
+    name = said.get("model")
+    return name if isinstance(name, str) else ""
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -18,6 +18,7 @@ from adaptive.service.chats import rendered
 from adaptive.service.jobs import Prompt
 from adaptive.service.schemas import ChatRequest
 from adaptive.upstream.kinds import ADAPTIVE, LLAMA_SERVER, SGLANG, VLLM, Kind
+from adaptive.upstream.models import model_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,8 +32,9 @@ UNLIMITED = 2**31
 # What the template has to do with; the rest of a request is the sampler's.
 RENDERED = ("messages", "tools", "tool_choice", "chat_template_kwargs", "enable_thinking", "reasoning_effort")
 
-# Posts a JSON object to a path of the server with the client's own key; None where it has no answer.
-Ask = Callable[[str, Mapping[str, Any]], Any]
+# Posts a JSON object to a path of the server with the client's own key, or gets the path without one; None where it has
+# no answer.
+Ask = Callable[[str, Mapping[str, Any] | None], Any]
 
 
 class Prompts:
@@ -118,9 +120,11 @@ class Prompts:
 
     def _tokenized(self, text: str, said: Mapping[str, Any], ask: Ask, special: bool) -> list[int] | None:
         if self.kind in (VLLM, SGLANG):
-            return _ids(ask("/tokenize", {"model": said.get("model", ""), "prompt": text}), "tokens")
+            return _ids(ask("/tokenize", {"model": model_of(said), "prompt": text}), "tokens")
         if self.kind in (LLAMA_SERVER, ADAPTIVE):
-            body = {"content": text, "add_special": special, "parse_special": True}
+            body: dict[str, Any] = {"content": text, "add_special": special, "parse_special": True}
+            if model := model_of(said):  # a router asks the server of this model
+                body["model"] = model
             return _ids(ask("/tokenize", body), "tokens")
         return None
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from adaptive.upstream.asking import PATHS, Asked, read, unlogged, with_logprobs
 from adaptive.upstream.events import Passage
 from adaptive.upstream.kinds import UNKNOWN, WANTED, Kind, kind_of
 from adaptive.upstream.logbook import Exchange, Logbook
-from adaptive.upstream.models import Served, served
+from adaptive.upstream.models import Served, model_of, served
 
 logger = logging.getLogger("adaptive.upstream")
 
@@ -45,6 +46,9 @@ QUICK = 256 << 10
 REFUSALS = frozenset({400, 404, 422, 500, 501})
 # What a server answers that has no list of its models.
 UNLISTED = frozenset({404, 405, 501})
+# Seconds after which a name that the server did not list is asked for again, and how many such names are remembered.
+# Too low: needless requests. Too high: answers of a new model are logged as the target's.
+AGAIN_S, MOST_NAMES = 60.0, 100
 # Fewer alternatives a token, which are asked for where a server does not give as many as its kind does.
 FEWER = (20, 5, 0)
 # Refusals in a row that mean fewer. Too low: a server that fails once by chance is asked for fewer from then on. Too
@@ -90,6 +94,8 @@ class Proxy:
         self.kind = kind
         self.served: Served | None = None  # the target among the server's models, once these are known
         self._model = model
+        self._looking: asyncio.Task[None] | None = None  # a request for the list of the server's models
+        self._looked: dict[str, float] = {}  # when it was last made for an unknown name, by name
         self.training: Callable[[], dict[str, Any]] | None = None  # what background training does, for people
         self._most = WANTED  # alternatives a token that the server is known or believed to give
         self._refusals = 0  # in a row, of requests with that many
@@ -102,6 +108,8 @@ class Proxy:
 
     async def close(self) -> None:
         """Close the connections to the server."""
+        if self._looking is not None:
+            self._looking.cancel()
         await self.client.aclose()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -137,8 +145,7 @@ class Proxy:
 
     def status(self) -> dict[str, Any]:
         """What has passed and what was logged, for people."""
-        book = self.logbook
-        logged = None if book is None else {**book.counts, "waiting": book.waiting, "why_not": dict(book.problems)}
+        logged = None if self.logbook is None else self.logbook.status()
         return {
             "upstream": self.url,
             "engine": None if self.kind is None else self.kind.name,
@@ -148,31 +155,52 @@ class Proxy:
             "training": None if self.training is None else self.training(),
         }
 
-    async def known(self, key: str | None) -> Kind:
-        """The kind of the server, asked once, as its models are; unknown while it does not answer."""
-        if self.served is None:
-            headers = {} if key is None else {"Authorization": key}
-            try:
-                answer = await self.client.get(f"{self.url}/v1/models", headers=headers, timeout=CONNECT_S)
-                said = answer.json() if answer.status_code == 200 else None
-                if said is not None or (self.kind is not None and answer.status_code in UNLISTED):
-                    self._found(said)
-            except (httpx.HTTPError, ValueError):
-                pass
+    async def known(self, key: str | None, name: str) -> Kind:
+        """The kind of the server; unknown while it does not answer. It is asked for its models once, and again when a
+        request names a model ``name`` that it did not list: it may have got that since."""
+        if self.served is None or self._is_new(name):
+            if self._looking is None:
+                self._looking = asyncio.create_task(self._look(key))
+            await asyncio.shield(self._looking)
+            self._looked[name] = time.monotonic()
+            if len(self._looked) > MOST_NAMES:
+                del self._looked[next(iter(self._looked))]
         return self.kind or UNKNOWN
+
+    def _is_new(self, name: str) -> bool:
+        """Whether the server, which listed one model, may have got this one since."""
+        one = self.served
+        if one is None or not (one.alone and one.name and name) or name in one.names:
+            return False
+        return time.monotonic() - self._looked.get(name, -math.inf) >= AGAIN_S
+
+    async def _look(self, key: str | None) -> None:
+        """Ask the server for its models, on behalf of all requests that wait for that."""
+        headers = {} if key is None else {"Authorization": key}
+        try:
+            answer = await self.client.get(f"{self.url}/v1/models", headers=headers, timeout=CONNECT_S)
+            said = answer.json() if answer.status_code == 200 else None
+            if said is not None or (self.kind is not None and answer.status_code in UNLISTED):
+                self._found(said)
+        except (httpx.HTTPError, ValueError):
+            pass
+        finally:
+            self._looking = None
 
     def _found(self, models: object) -> None:
         """The server has said its models."""
-        self.served = served(models, self._model)
+        before = self.served
+        # The target stays the one that it was, whatever is listed first now.
+        self.served = served(models, self._model or (None if before is None else before.name or None))
         if self.kind is None:
             self.kind = kind_of(models)
             logger.info("the server at %s is %s", self.url, self.kind.name)
-        if self.served.others:
+        if self.served.others and (before is None or before.alone):
             logger.info("of its models, answers of %s are logged; --model names another", self.served.name)
 
     def unlogged(self, said: Mapping[str, Any]) -> str | None:
         """Why answers to the request ``said`` are not logged; None if they are."""
-        if self.served is not None and not self.served.is_target(said.get("model")):
+        if self.served is not None and not self.served.is_target(model_of(said)):
             return "it is of another model (--model names the one to log)"
         return unlogged(said)
 
@@ -240,7 +268,7 @@ class _Passing:
 
     async def _ask(self, asked: Asked, headers: dict[bytes, bytes]) -> None:
         key = headers[b"authorization"].decode("latin-1") if b"authorization" in headers else None
-        kind = await self.proxy.known(key)
+        kind = await self.proxy.known(key, model_of(asked.said))
         assert self.proxy.logbook is not None
         if (why := self.proxy.unlogged(asked.said)) is not None:
             self.proxy.logbook.leave_out(why)
@@ -248,14 +276,14 @@ class _Passing:
             return
         wanted = self.proxy.alternatives(kind)
         more = with_logprobs(asked, kind, wanted)
-        async with self._sent(more.body, more.added) as response:
+        async with self._sent(more.body, plain=True) as response:
             if not (more.added and response.status_code in REFUSALS):
                 if more.added and response.status_code == 200:
                     self.proxy.taken()
                 await self._answer(more, kind, headers, key, response)
                 return
         # Whatever the reason was, the client is told what the server says to its own request.
-        async with self._sent(asked.body, plain=False) as response:
+        async with self._sent(asked.body, plain=True) as response:
             if response.status_code < 400:
                 self.proxy.refused(wanted)
             await self._answer(asked, kind, headers, key, response)
@@ -266,6 +294,8 @@ class _Passing:
         content = response.headers.get("content-type", "")
         encoded = response.headers.get("content-encoding", "identity") != "identity"
         if response.status_code != 200 or encoded or not content.startswith(("application/json", "text/event-stream")):
+            if response.status_code == 200 and encoded and self.proxy.logbook is not None:
+                self.proxy.logbook.leave_out("the server compresses it, although it was asked not to")
             await self._relay(response)
             return
         streamed = content.startswith("text/event-stream")

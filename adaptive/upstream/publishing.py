@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import httpx
 
 from adaptive.errors import AdaptiveError
 from adaptive.tls import trusted
-from adaptive.upstream.kinds import ADAPTIVE, LLAMA_SERVER, SGLANG, VLLM, Kind
+from adaptive.upstream.kinds import ADAPTIVE, LLAMA_SERVER, LM_STUDIO, SGLANG, UNKNOWN, VLLM, Kind
 from adaptive.upstream.starts import COMMENT, program_ends
 from checkpoints import files
 
@@ -24,6 +25,7 @@ from checkpoints import files
 OTHER_NAMES = {
     "--spec-draft-model": ("--model-draft", "-md", "--spec-draft-hf", "--hf-repo-draft", "-hfd", "-hfrd"),
     "--spec-draft-n-max": ("--draft", "--draft-n", "--draft-max"),
+    "--spec-draft-n-min": ("--draft-min", "--draft-n-min"),
     "--speculative-config": ("-sc", "--spec-method", "--spec-model", "--spec-tokens"),
     "--speculative-algorithm": ("--speculative-algo",),
     "--speculative-draft-model-path": ("--speculative-draft-model", "--speculative-draft"),
@@ -42,7 +44,20 @@ LOOK_S = 0.2
 
 def takes_gguf(kind: Kind) -> bool:
     """Whether the server reads GGUF files, else folders of safetensors."""
-    return kind.name in (LLAMA_SERVER.name, "lm-studio")
+    return kind in (LLAMA_SERVER, LM_STUDIO)
+
+
+def check(kind: Kind, is_head: bool, by_hand: bool) -> None:
+    """Raise AdaptiveError if there is nothing to write for such a server; ``by_hand``: the user gives it the draft."""
+    if kind is UNKNOWN:
+        raise AdaptiveError("what kind of server it is cannot be told; say it with --engine")
+    if kind is LM_STUDIO and not by_hand:
+        raise AdaptiveError("LM Studio is given a draft by hand; leave out --start and --restart")
+    if kind is SGLANG and is_head:
+        raise AdaptiveError(
+            "SGLang does not run the heads that are grown here: it adds another input to the output of attention "
+            "(norm_before_residual)"
+        )
 
 
 def options(kind: Kind, draft: Path, length: int, is_head: bool = False) -> dict[str, str]:
@@ -57,7 +72,7 @@ def options(kind: Kind, draft: Path, length: int, is_head: bool = False) -> dict
         return {"--speculative-config": json.dumps(said, separators=(",", ":"))}
     if kind is SGLANG:
         return {
-            "--speculative-algorithm": "EAGLE3" if is_head else "STANDALONE",
+            "--speculative-algorithm": "STANDALONE",
             "--speculative-draft-model-path": str(draft),
             "--speculative-num-steps": str(length),
             "--speculative-eagle-topk": "1",
@@ -72,15 +87,16 @@ def edited(start: str, kind: Kind, wanted: dict[str, str]) -> str:
     """The start file ``start`` with these options in the place of their old values, under any name, or behind the
     program's name. Comments stay.
 
-    Raises AdaptiveError if there is not exactly one command of the program to which options can be added, or an old
-    value cannot be told.
+    Raises AdaptiveError if there is not exactly one command of the program to which options can be added, an old value
+    cannot be told, or another option keeps the draft from being used.
     """
     missing = []
+    if kind is LLAMA_SERVER:
+        start = _with_minimum(start, int(wanted["--spec-draft-n-max"]))
     for name, value in wanted.items():
-        written = shlex.quote(value)
-        start, count = _replaced(start, kind, name, written)
+        start, count = _with_value(start, kind, name, shlex.quote(value))
         if not count:
-            missing.append(f"{name} {written}")
+            missing.append(f"{name} {shlex.quote(value)}")
     if not missing:
         return start
     ends = program_ends(start, kind)
@@ -93,8 +109,30 @@ def edited(start: str, kind: Kind, wanted: dict[str, str]) -> str:
     return f"{start[: ends[0]]} {' '.join(missing)}{start[ends[0] :]}"
 
 
-def _replaced(start: str, kind: Kind, name: str, written: str) -> tuple[str, int]:
+def _with_value(start: str, kind: Kind, name: str, written: str) -> tuple[str, int]:
     """``start`` with ``written`` as the value of the option ``name``, and how often the option was there."""
+    return _replaced(start, kind, name, f"put {name} {written} there by hand", lambda old: written)
+
+
+def _with_minimum(start: str, length: int) -> str:
+    """``start`` with the length of the shortest draft by the option's present name. Raises AdaptiveError if it is above
+    ``length``: llama-server drops shorter drafts."""
+    name = "--spec-draft-n-min"
+
+    def checked(old: str) -> str:
+        if not old.isdecimal() or int(old) > length:
+            raise AdaptiveError(
+                f"{name} {old} is in the start file, and the draft length is {length}: llama-server drops shorter "
+                "drafts; take it out"
+            )
+        return old
+
+    return _replaced(start, LLAMA_SERVER, name, "take it out", checked)[0]
+
+
+def _replaced(start: str, kind: Kind, name: str, hint: str, write: Callable[[str], str]) -> tuple[str, int]:
+    """``start`` with what ``write`` makes of the old value of the option ``name``, and how often the option was there.
+    Raises AdaptiveError with the ``hint`` if it has a form that is not understood."""
     names = "|".join(map(_spelled, sorted((name, *OTHER_NAMES.get(name, ())), key=len, reverse=True)))
     option = rf"(?<![\w-])(?P<name>{names})(?![\w-])(?:(?P<between>{BETWEEN})(?P<value>{WORD})(?={END}))?"
     ends = program_ends(start, kind)
@@ -108,11 +146,9 @@ def _replaced(start: str, kind: Kind, name: str, written: str) -> tuple[str, int
         if not said.startswith("--") and (not alone or (ends and match.start() < ends[0])):
             return match[0]  # short names may be another program's
         if match["value"] is None or not alone:
-            raise AdaptiveError(
-                f"{said} is in the start command in a form that is not understood; put {name} {written} there by hand"
-            )
+            raise AdaptiveError(f"{said} is in the start command in a form that is not understood; {hint}")
         found += 1
-        return f"{name}{match['between']}{written}"
+        return f"{name}{match['between']}{write(match['value'])}"
 
     return re.sub(rf"{COMMENT}|{option}", replace, start, flags=re.DOTALL), found
 

@@ -59,6 +59,12 @@ class Choice:
         """What was shown."""
         return "".join(self.pieces)
 
+    @property
+    def marks_missing(self) -> bool:
+        """Whether the marks of reasoning and calls may be missing among the reports: in a stream they are, unless its
+        server reports tokens that show nothing."""
+        return self.parsed and self.streamed and not self.silent
+
 
 @dataclass
 class Collected:

@@ -6,10 +6,12 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from adaptive.errors import AdaptiveError
 from adaptive.types import SamplingParams
 from adaptive.upstream.kinds import LLAMA_SERVER, Kind
+from adaptive.upstream.prompts import Ask
 
 # What a request calls each parameter.
 NAMES = {
@@ -84,6 +86,9 @@ def _biases(given: object) -> dict[int, float]:
         raise AdaptiveError("logit_bias is not by token ids") from error
 
 
-def defaults_of(kind: Kind, props: object, folder: Path) -> dict[str, Any]:
-    """What is drawn with where a request says nothing."""
-    return of_props(props) if kind is LLAMA_SERVER else recommended(folder)
+def defaults_of(kind: Kind, model: str, ask: Ask, folder: Path) -> dict[str, Any]:
+    """What is drawn with where a request for ``model`` says nothing; empty if that is not known. ``ask``: gets a path
+    of the server."""
+    if kind is not LLAMA_SERVER:
+        return recommended(folder)
+    return of_props(ask(f"/props?model={quote(model)}" if model else "/props", None))  # a router wants the name

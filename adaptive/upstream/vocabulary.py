@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,15 @@ if TYPE_CHECKING:
 
 # What stands for bytes that are no character.
 BROKEN = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The ``ids`` of an answer, without its end where that is not known. ``reported``: they are those of the server's
+    reports, one for each; else those of its text."""
+
+    ids: list[int]
+    reported: bool
 
 
 class Vocabulary:
@@ -44,45 +54,54 @@ class Vocabulary:
         added = self.tokenizer.added_tokens_decoder.items()
         return frozenset(self.tokenizer.all_special_ids).union(number for number, token in added if token.special)
 
-    def output(self, choice: Choice, completion_tokens: int | None) -> list[int] | None:
-        """The token ids of an answer, without its end where that is not reported; None if they are not certain.
+    def output(self, choice: Choice, counted: int | None) -> Tokens | None:
+        """The tokens of an answer, of which the server has ``counted`` so many; None if they are not certain.
 
-        Without reports of all of them they are those of its text, if there are as many as the server has counted (or
-        one less, the end of the answer, which has no text).
+        They are those that the server reports, if none is missing there; else those of the text, if there are as many
+        as the server has counted.
         """
-        # The marks of reasoning and calls are missing in a stream, unless its server reports tokens that show nothing.
-        hidden = choice.parsed and choice.streamed and not choice.silent
-        if choice.reports and not (hidden and completion_tokens is None):
-            ids = [self.id_of(report.token) for report in choice.reports]
-            known: list[int] | None = [number for number in ids if number is not None]
-            if len(known or ()) < len(ids):
-                known = self._aligned(choice, ids)
-            if known is not None and self._whole(choice, known, completion_tokens, hidden):
-                return known
-        if choice.parsed or completion_tokens is None:
-            return None  # reasoning and calls are not shown as the model wrote them
-        encoded = self._encode(choice.text)
-        ended = choice.finish_reason == "stop"
-        return encoded if completion_tokens in (len(encoded), len(encoded) + ended) else None
+        ids = self._reported(choice)
+        if ids and self._whole(choice, ids, counted):
+            return Tokens(ids, True)
+        ids = self._of_text(choice, counted)
+        return None if ids is None else Tokens(ids, False)
 
-    def _whole(self, choice: Choice, ids: Sequence[int], completion_tokens: int | None, hidden: bool) -> bool:
+    def _reported(self, choice: Choice) -> list[int] | None:
+        """The ids of the reported tokens; those of parts of characters follow from the whole text. None if unknown."""
+        ids = [self.id_of(report.token) for report in choice.reports]
+        known = [number for number in ids if number is not None]
+        return known if len(known) == len(ids) else self._aligned(choice, ids)
+
+    def _whole(self, choice: Choice, ids: Sequence[int], counted: int | None) -> bool:
         """Whether no token of the answer is missing among the reported ``ids``, but for its end.
 
         llama.cpp's server reports no token that ends within a character and, in a stream, none of a round in which a
-        draft was verified. With ``hidden`` the server's count must agree, since the missing token may be a mark.
+        draft was verified. Of an answer with ``marks_missing`` all that are counted must be there, since the missing
+        one may be a mark.
         """
-        end = choice.finish_reason not in (None, "length") and not hidden and ids[-1] not in self._special
-        if completion_tokens is not None and len(ids) < completion_tokens - end:
+        if choice.marks_missing and counted is None:
+            return False
+        ended = choice.finish_reason not in (None, "length") and ids[-1] not in self._special
+        if counted is not None and len(ids) < counted - (ended and not choice.marks_missing):
             return False
         whole = str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
         said = whole.rstrip(BROKEN)
         if said.count(BROKEN) > choice.text.count(BROKEN):
             return False
         # What was shown may begin with a space that a tokenizer leaves out where a text begins.
-        if completion_tokens is not None:
+        if counted is not None:
             return len(said) + 1 >= len(choice.text)
         rest = iter(whole)  # must contain what was shown, in order; it also contains the text of control tokens
         return all(character in rest for character in choice.text.removeprefix(" "))
+
+    def _of_text(self, choice: Choice, counted: int | None) -> list[int] | None:
+        """The ids of the answer's text, if there are as many as ``counted``, or one less: the end of the answer, which
+        has no text. Reasoning and calls are not shown as the model wrote them."""
+        if choice.parsed or counted is None:
+            return None
+        ids = self._encode(choice.text)
+        ended = choice.finish_reason == "stop"
+        return ids if counted in (len(ids), len(ids) + ended) else None
 
     def _aligned(self, choice: Choice, ids: Sequence[int | None]) -> list[int] | None:
         """Ids of an answer of which some tokens are parts of characters: those of its whole text, if they agree with

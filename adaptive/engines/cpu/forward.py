@@ -89,6 +89,11 @@ class CpuForward:
         return "fused" if self.fused else "native" if self.plan.lm_head.native else "torch"
 
     @property
+    def most(self) -> int:
+        """Tokens in one native call."""
+        return MANY if self.plan.stream is None else MANY_STREAMED
+
+    @property
     def cache_dtype(self) -> torch.dtype:
         """The dtype of keys and values."""
         return self.plan.dtype if self._attentions is None else self.plan.cache_dtype
@@ -162,7 +167,7 @@ class CpuForward:
         self.check(tokens)
         count, rows, start = len(tokens), len(logits), cache.length
         rope, decoder = self.prepare(start + count, cache), self.native_pass()
-        parts = -(-count // (MANY if self.plan.stream is None else MANY_STREAMED))
+        parts = -(-count // self.most)
         size = -(-count // parts) if parts else 1
         for begin in range(0, count, size):
             end = min(begin + size, count)

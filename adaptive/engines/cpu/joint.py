@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from adaptive.engines.cpu.cache import CpuCache
-from adaptive.engines.cpu.forward import MANY, CpuForward
+from adaptive.engines.cpu.forward import CpuForward
 from adaptive.engines.cpu.kernels import between_passes, library, native_tree
 from adaptive.engines.protocol import ProposalCall, Proposed
 from adaptive.engines.tree import TokenTree
@@ -43,19 +43,19 @@ class Part(NamedTuple):
 
 def is_part(forward: CpuForward, count: int) -> bool:
     """Whether ``count`` tokens of a text can be part of a joint pass: a pass over them alone is one native call."""
-    return 0 < count <= MANY and forward.fused
+    return 0 < count <= forward.most and forward.fused
 
 
 def extend_together(forward: CpuForward, parts: Sequence[Part], logits: Rows) -> list[torch.Tensor]:
-    """Append its tokens to each text, in native calls over at most ``MANY`` tokens or one tree. Returns the logits
-    (rows, vocab) of each, written into ``logits``. Every part must be a tree or satisfy ``is_part``. Raises IndexError
-    for a token beyond the vocabulary."""
+    """Append its tokens to each text, in native calls over at most ``forward.most`` tokens or one tree. Returns the
+    logits (rows, vocab) of each, written into ``logits``. Every part must be a tree or satisfy ``is_part``. Raises
+    IndexError for a token beyond the vocabulary."""
     logits(0, sum(part.rows for part in parts))  # grow the buffer now: growing later would orphan earlier views
     found: list[torch.Tensor] = []
     begin = first = 0
     while begin < len(parts):
         end, count = begin + 1, len(parts[begin].tokens)
-        while end < len(parts) and count + len(parts[end].tokens) <= MANY:
+        while end < len(parts) and count + len(parts[end].tokens) <= forward.most:
             count += len(parts[end].tokens)
             end += 1
         some = parts[begin:end]

@@ -11,6 +11,7 @@ without biases, which reads the states before exactly three layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import torch
 
 from adaptive.engines.head.eagle import EagleConfig, Tensors, learned, read_eagle
 from adaptive.engines.llamacpp.names import paired
-from adaptive.engines.llamacpp.write import Encoding, add_tensors, rope_factors, written
+from adaptive.engines.llamacpp.write import Encoding, rope_factors, write_tensors, written
 from adaptive.engines.llamacpp.write_tokenizer import add_tokenizer, pre_tokenizer
 from adaptive.errors import AdaptiveError
 
@@ -28,8 +29,12 @@ if TYPE_CHECKING:
 ARCHITECTURE = "eagle3"
 # The number of the target's layers whose states llama.cpp's graph reads.
 STATES = 3
-# Types of targets whose graphs in llama.cpp do not keep the inputs of their layers.
-FEED_NO_HEAD = ("qwen2", "gemma3", "gemma3_text")
+# Types of targets whose graphs in llama.cpp keep the inputs of their layers (``t_layer_inp`` in its ``src/models``).
+# With any other target llama-server ends at the first token.
+FEED_A_HEAD = (
+    "gemma4_text", "gpt_oss", "hunyuan_v1_dense", "lfm2", "lfm2_moe", "llama", "mimo_v2_flash", "minimax_m2", "mistral",
+    "mixtral", "nemotron_h", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+)  # fmt: skip
 # GGUF's names of a head's tensors.
 NAMES = {
     "fc": "fc",
@@ -75,16 +80,12 @@ def write_eagle(
     with written(file, ARCHITECTURE, encoding) as writer:
         _describe(writer, said, taps, name)
         add_tokenizer(writer, tokenizer, said.vocab_size, splitter)
-        factors = ((f"blk.0.{title}", tensor) for title, tensor in rope_factors(said.layer))
-        add_tensors(writer, [*_tensors(said, tensors), *factors], encoding, on_progress)
-    if on_progress is not None:
-        on_progress(1.0)
+        write_tensors(writer, lambda: chain(rope_factors(said.layer), _tensors(said, tensors)), encoding, on_progress)
 
 
 def feeds_no_head(target: PretrainedConfig) -> bool:
-    """Whether llama.cpp cannot give a head the states of this target (the graphs of its architecture do not keep the
-    inputs of layers)."""
-    return target.model_type in FEED_NO_HEAD
+    """Whether llama.cpp gives a head no states of this target."""
+    return target.model_type not in FEED_A_HEAD
 
 
 def _check(said: EagleConfig, tensors: Tensors, taps: tuple[int, ...], target: PretrainedConfig, folder: Path) -> None:

@@ -48,22 +48,27 @@ def find_gguf(name: str, revision: str | None) -> Path:
 
     Raises AdaptiveError if it does not exist or is not a GGUF file, or if llama-cpp-python is not installed.
     """
-    from adaptive.engines.llamacpp.model import binding, is_gguf
+    from adaptive.engines.llamacpp.model import binding, is_gguf, parts_of
 
     path = expanded(name)
     if not path.exists():
         path = _fetch(name, revision)
     if not path.is_file() or not is_gguf(path):
         raise AdaptiveError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
+    if missing := [part.name for part in parts_of(path) if not part.is_file()]:
+        raise AdaptiveError(f"{path} is one of several parts, and {missing[0]} is not beside it")
     binding()  # raises before the file is read: a missing engine is the first error that a user should see
     return path
 
 
 def _fetch(name: str, revision: str | None) -> Path:
+    from adaptive.engines.llamacpp.model import parts_of
+
     parts = re.fullmatch(r"([\w.-]+/[\w.-]+)/(.+)", name)
     if parts is None or name.startswith((".", "/", "~")):
         raise AdaptiveError(f"GGUF file {name} does not exist")
-    return hub_file(parts[1], parts[2], revision)
+    first, *_ = [hub_file(parts[1], part.as_posix(), revision) for part in parts_of(Path(parts[2]))]
+    return first
 
 
 def gguf_tokenizer(path: Path) -> GgufTokenizer:

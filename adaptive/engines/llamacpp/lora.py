@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from adaptive.engines.hf.lora import read_lora
 from adaptive.engines.llamacpp.model import LlamaModel
 from adaptive.engines.llamacpp.names import Base, GgufNames, package
+from adaptive.engines.llamacpp.write import written
+from adaptive.engines.llamacpp.write_tokenizer import finish
 from adaptive.errors import AdaptiveError
 
 if TYPE_CHECKING:
@@ -55,21 +57,18 @@ def low_rank(folder: Path, base: LlamaModel | Base) -> dict[str, Low]:
 
 
 def write_adapter(folder: Path, base: LlamaModel | Base, file: Path) -> None:
-    """Write the LoRA adapter in ``folder`` for ``base`` to ``file``, in float32.
+    """Write the LoRA adapter in ``folder`` for ``base`` to ``file``, in float32, completely or not at all.
 
     The file's alpha is 0, which means no further scaling in llama.cpp: the scaling is in the matrices.
 
-    Raises AdaptiveError for an adapter that GGUF cannot express.
+    Raises AdaptiveError for an adapter that GGUF cannot express, or if ``file`` cannot be written.
     """
-    gguf = package()
-    writer = gguf.GGUFWriter(file, base.architecture)
-    writer.add_type(gguf.GGUFType.ADAPTER)
-    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 0.0)
-    for name, low in low_rank(folder, base).items():
-        writer.add_tensor(f"{name}.lora_a", low.a.numpy())
-        writer.add_tensor(f"{name}.lora_b", low.b.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    gguf, matrices = package(), low_rank(folder, base)
+    with written(file, base.architecture) as writer:
+        writer.add_type(gguf.GGUFType.ADAPTER)
+        writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 0.0)
+        for name, low in matrices.items():
+            writer.add_tensor(f"{name}.lora_a", low.a.numpy())
+            writer.add_tensor(f"{name}.lora_b", low.b.numpy())
+        finish(writer)

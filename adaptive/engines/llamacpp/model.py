@@ -7,7 +7,6 @@ this package call the library.
 from __future__ import annotations
 
 import ctypes
-import glob
 import re
 import shutil
 import weakref
@@ -91,6 +90,14 @@ def is_gguf(path: Path) -> bool:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The parts of a GGUF file, of which ``path`` is the first one; mostly that is all of it."""
+    found = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
+    if found is None:
+        return [path]
+    return [path.with_name(f"{found[1]}-{number:05d}-of-{found[2]}.gguf") for number in range(1, int(found[2]) + 1)]
 
 
 def rewrite(path: Path, file: Path, change: Callable[[str, int, np.ndarray], np.ndarray | None]) -> None:
@@ -200,7 +207,7 @@ class LlamaModel:
         # -1 puts all layers on the accelerator; 0 keeps everything in main memory.
         offloaded = gpu and library.llama_supports_gpu_offload()
         params.n_gpu_layers = -1 if offloaded else 0
-        own = not offloaded and _size(path) < OWN_SHARE * memory().available
+        own = not offloaded and sum(part.stat().st_size for part in parts_of(path)) < OWN_SHARE * memory().available
         if own:
             params.load_mode = library.LLAMA_LOAD_MODE_NONE
         before: set[tuple[int, int]] | None = None
@@ -271,10 +278,3 @@ class LlamaModel:
             "key heads": keys,
             "tokens": self.vocab_size,
         }
-
-
-def _size(path: Path) -> int:
-    """Bytes of a GGUF file, including the other parts if it is the first of several."""
-    parts = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
-    files = [path] if parts is None else path.parent.glob(f"{glob.escape(parts[1])}-?????-of-{parts[2]}.gguf")
-    return sum(file.stat().st_size for file in files)

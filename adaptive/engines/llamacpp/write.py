@@ -6,16 +6,18 @@ Weights have the requested encoding, except that one-dimensional ones (norms, bi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import numpy as np
 import torch
 
 from adaptive.engines.llamacpp.names import HYBRID, Base, Delta, GgufNames, package
-from adaptive.engines.llamacpp.write_tokenizer import add_tokenizer, finish, pre_tokenizer
-from adaptive.errors import AdaptiveError
+from adaptive.engines.llamacpp.write_tokenizer import add_tokenizer, pre_tokenizer
+from adaptive.errors import AdaptiveError, first_line
 from checkpoints import files
 
 if TYPE_CHECKING:
@@ -40,8 +42,8 @@ def write_model(
     name: str,
     on_progress: Callable[[float], None] | None = None,
 ) -> None:
-    """Write ``model`` to ``file``, completely or not at all. ``on_progress`` is called with the share of the work
-    that is done: encoding the tensors is one half of it, writing them the other.
+    """Write ``model`` to ``file``, completely or not at all. ``on_progress`` is called with the share of the tensors
+    that are written.
 
     Raises AdaptiveError for an unsupported architecture, rotary embedding or tokenizer, or if ``file`` cannot be
     written.
@@ -53,30 +55,30 @@ def write_model(
     with written(file, base.architecture, encoding) as writer:
         _describe(writer, model, name, base)
         add_tokenizer(writer, tokenizer, config.vocab_size, splitter)
-        add_tensors(writer, [*rope_factors(config), *_tensors(model, names)], encoding, on_progress)
-    if on_progress is not None:
-        on_progress(1.0)
+        write_tensors(writer, lambda: chain(rope_factors(config), _tensors(model, names)), encoding, on_progress)
 
 
 @contextmanager
-def written(file: Path, architecture: str, encoding: Encoding) -> Iterator[Any]:
-    """A writer for a model of ``architecture``. The file exists, complete, once the block has ended without an error.
-    Raises AdaptiveError if it cannot be written."""
+def written(file: Path, architecture: str, encoding: Encoding | None = None) -> Iterator[Any]:
+    """A writer for a model of ``architecture``, or for an adapter of one, which has no ``encoding``. Once the block, in
+    which everything is written, has ended without an error, the file exists, complete. Raises AdaptiveError if it
+    cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = files.unfinished(file.parent)
         try:
             writer = package().GGUFWriter(partial, architecture)
-            writer.add_custom_alignment(ALIGNMENT)
-            writer.add_file_type(_kinds()[encoding][1])
+            if encoding is not None:
+                writer.add_custom_alignment(ALIGNMENT)
+                writer.add_file_type(_kinds()[encoding][1])
             yield writer
-            finish(writer)
             files.flush(partial)
             partial.replace(file)
         finally:
             files.finished(partial)
-    except OSError as error:
-        raise AdaptiveError(f"{file} cannot be written ({error.strerror}); choose another place") from error
+    except OSError as error:  # numpy has its own error for a full disk
+        why = error.strerror or first_line(error)
+        raise AdaptiveError(f"{file} cannot be written ({why}); choose another place") from error
 
 
 def _kinds() -> dict[str, tuple[Any, Any]]:
@@ -102,7 +104,8 @@ def _describe(writer: Any, model: PreTrainedModel, name: str, base: Base) -> Non
             f"{name} scales its rotary embedding ({rope['rope_type']}), which cannot be written here; use llama.cpp's "
             "convert_hf_to_gguf.py"
         )
-    if config.model_type == "mistral" and config.sliding_window is not None:
+    windows = config.model_type == "mistral" or "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if windows and config.sliding_window is not None:
         raise AdaptiveError(
             f"{name} attends to the last {config.sliding_window} tokens alone, which llama.cpp does not compute for "
             "its architecture"
@@ -177,29 +180,44 @@ def _tensors(model: PreTrainedModel, names: GgufNames) -> Iterator[tuple[str, to
         yield found
 
 
-def add_tensors(
+def write_tensors(
     writer: Any,
-    tensors: list[tuple[str, torch.Tensor]],
+    tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]],
     encoding: Encoding,
     on_progress: Callable[[float], None] | None = None,
 ) -> None:
-    """Add tensors with GGUF's names. Integers stay as they are; for ``on_progress`` see ``write_model``."""
-    for number, (title, tensor) in enumerate(tensors):
-        _add_tensor(writer, title, tensor, encoding)
-        if on_progress is not None:
-            on_progress((number + 1) / len(tensors) / 2)
-
-
-def _add_tensor(writer: Any, title: str, tensor: torch.Tensor, encoding: str) -> None:
+    """Write everything: what was given to ``writer``, and tensors with GGUF's names. ``tensors`` is called twice, for
+    the table of all of them and for their values, so that only one is held encoded. Integers are of 64 bits; for
+    ``on_progress`` see ``write_model``."""
+    from gguf.constants import GGML_QUANT_SIZES
     from gguf.quants import quantize
 
+    kinds = []
+    for title, tensor in tensors():
+        kind = _kind(title, tensor, encoding)
+        block, size = GGML_QUANT_SIZES[kind]
+        writer.add_tensor_info(title, tensor.shape, np.dtype(np.float32), tensor.numel() // block * size, kind)
+        kinds.append(kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for number, ((_, tensor), kind) in enumerate(zip(tensors(), kinds, strict=True)):
+        if tensor.is_floating_point():
+            writer.write_tensor_data(quantize(tensor.float().contiguous().numpy(), kind))
+        else:
+            writer.write_tensor_data(tensor.numpy())
+        if on_progress is not None:
+            on_progress((number + 1) / len(kinds))
+    writer.close()
+
+
+def _kind(title: str, tensor: torch.Tensor, encoding: str) -> Any:
+    """The package's constant of the encoding that the tensor gets."""
     kinds = _kinds()
     if not tensor.is_floating_point():
-        writer.add_tensor(title, tensor.numpy())
-        return
+        return package().GGMLQuantizationType.I64
     whole = tensor.ndim == 1 or title.endswith(WHOLE)
-    kind = kinds["f32" if whole else encoding][0]
     # Rows that are not a multiple of a quantisation block (32) stay in 16 bits, as in llama.cpp.
     if encoding == "q8_0" and tensor.shape[-1] % 32 and not whole:
-        kind = kinds["f16"][0]
-    writer.add_tensor(title, quantize(tensor.float().contiguous().numpy(), kind), raw_dtype=kind)
+        encoding = "f16"
+    return kinds["f32" if whole else encoding][0]

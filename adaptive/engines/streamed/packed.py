@@ -2,9 +2,9 @@
 
 ``weights.bin`` has a section for each layer and one for the vocabulary projection, in the order in which a pass reads
 them. A section has its linear layers in the kernels' format (``NativeLinear.parts``). ``manifest.json`` beside it has
-the places of all parts and the sha256 of every section. Both are in a subfolder of the state folder, named after the
-checkpoint and a hash of everything that decides the contents: the checkpoint's weights, the packed number format, and
-the processor's kernels.
+the places of all parts, the sha256 of every section, and its own. Both are in a subfolder of the state folder, named
+after the checkpoint and a hash of everything that decides the contents: the checkpoint's weights, the packed number
+format, the processor's kernels, and their layout of weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from adaptive.machine import give_memory_back
 from checkpoints import files
 
 # The version of the format, to be increased when the contents or their layout change.
-FORMAT = 1
+FORMAT = 2
 # The alignment in bytes of sections, as reads past the system's cache need it, and of parts within a section, a
 # processor's cache line.
 SECTION, PART = 4096, 64
@@ -70,7 +70,10 @@ def packed_root(state_dir: Path) -> Path:
 def packed_folder(state_dir: Path, checkpoint: Path, weights: str) -> Path:
     """The folder of a checkpoint's packed weights, which may not exist yet; ``weights`` is their number format."""
     found = library()
-    kernels = "none" if found is None else found.name
+    kernels = "none"
+    if found is not None:
+        filled = found.module.filled_to(getattr(torch, weights).itemsize)
+        kernels = f"{found.name} {found.panel} {filled}"
     digest = hashlib.sha256(f"{weights_hash(checkpoint)} {weights} {kernels} {FORMAT}".encode()).hexdigest()[:12]
     name = re.sub(r"[^\w.-]+", "-", checkpoint.resolve().name)
     return packed_root(state_dir) / f"{name}-{weights}-{digest}"
@@ -121,6 +124,7 @@ class _Writing(Packing):
         if number not in self.sections:
             self.end()
             self.sections[number] = Section(self.written)
+        assert number == next(reversed(self.sections)), "an earlier section is complete"
         return self.sections[number]
 
     def end(self) -> None:
@@ -168,8 +172,7 @@ def write(
             writing.end()
             file.flush()
             os.fsync(file.fileno())
-        sections = {number: asdict(section) for number, section in writing.sections.items()}
-        files.write_text(part / "manifest.json", json.dumps({"format": FORMAT, "sections": sections}))
+        files.write_text(part / "manifest.json", manifest(writing.sections))
         if not folder.exists():  # another process may have been faster
             os.rename(part, folder)
             files.flush(folder.parent)
@@ -180,6 +183,16 @@ def write(
         ) from error
     finally:
         files.finished(part)
+
+
+def manifest(sections: dict[int, Section]) -> str:
+    """The contents of ``manifest.json``."""
+    said = {str(number): asdict(section) for number, section in sections.items()}
+    return json.dumps({"format": FORMAT, "sha256": _hash(said), "sections": said})
+
+
+def _hash(sections: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(sections).encode()).hexdigest()
 
 
 def unreadable(error: BaseException) -> bool:
@@ -197,6 +210,8 @@ class PackedFile:
         self.folder = folder
         try:
             said = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+            if _hash(said["sections"]) != said["sha256"]:
+                raise ValueError("manifest.json has changed")
             self.sections = {int(number): _section(given) for number, given in said["sections"].items()}
             size = max(section.offset + section.bytes for section in self.sections.values())
             there = (folder / "weights.bin").stat().st_size

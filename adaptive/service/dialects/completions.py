@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -78,9 +78,10 @@ class Completion:
         kind = "chat.completion" if self._chat else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": usage(answers, self._served.n), **figures(answers)}
 
-    def begin(self) -> Iterable[str]:
-        """Nothing: the first chunk of an answer has the role."""
-        return ()
+    def begin(self) -> Iterator[str]:
+        """For a chat the first chunk of each answer, with the role: clients number the answers as they begin."""
+        for index in range(self._served.n if self._chat else 0):
+            yield from self._opened(index)
 
     def piece(self, piece: Piece) -> Iterator[str]:
         """Chunks of new text; with logprobs, one for every token."""

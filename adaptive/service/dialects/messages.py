@@ -11,11 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi import FastAPI, Request, Response
 from pydantic import Field
 
-from adaptive.encoding import encode_rendered
 from adaptive.errors import AdaptiveError
 from adaptive.service.api import UNLIMITED, Api
 from adaptive.service.calls import AnswerReader, Part, Thought, arguments_of
-from adaptive.service.chats import rendered
+from adaptive.service.chats import encoded
 from adaptive.service.errors import ANTHROPIC_REFUSALS, error_object
 from adaptive.service.figures import figures
 from adaptive.service.formats import Call
@@ -249,8 +248,8 @@ def add_messages(app: FastAPI, api: Api) -> None:
 
     @app.post(f"{MESSAGES}/count_tokens", responses=ANTHROPIC_REFUSALS)
     async def count(body: MessagesRequest) -> dict[str, Any]:
-        text = await asyncio.to_thread(rendered, body.translated(), api.tokenizer)
-        return {"input_tokens": len(await asyncio.to_thread(encode_rendered, api.tokenizer, text, UNLIMITED))}
+        ids = await asyncio.to_thread(encoded, body.translated(), api.tokenizer, UNLIMITED)
+        return {"input_tokens": len(ids)}
 
 
 class MessageWriter:

@@ -62,6 +62,8 @@ function rowOf(one) {
   open.setAttribute("aria-expanded", "false");
   open.onclick = () => act(() => toggle(row, one.id, open));
   const forget = made("button", "Forget", "quiet"), session = made("button", "Forget its session", "quiet");
+  named(forget, open.textContent);
+  named(session, one.session);
   forget.onclick = () => act(() => forgetAnswer(one));
   session.onclick = () => act(() => forgetSession(one));
   const buttons = made("span");
@@ -76,12 +78,14 @@ function rowOf(one) {
 
 async function toggle(row, id, button) {
   const there = row.querySelector(".whole");
+  if (there) there.remove();
+  else {
+    const found = await call(`adaptive/answers/${id}`);
+    const whole = made("div", undefined, "whole");
+    whole.append(legendOf(found), tokensOf(found), made("div", inWords(found), "soft"));
+    if (!row.querySelector(".whole")) row.append(whole);
+  }
   button.setAttribute("aria-expanded", String(!there));
-  if (there) return there.remove();
-  const found = await call(`adaptive/answers/${id}`);
-  const whole = made("div", undefined, "whole");
-  whole.append(legendOf(found), tokensOf(found), made("div", inWords(found), "soft"));
-  if (!row.querySelector(".whole")) row.append(whole);
 }
 
 // The text with each drafted token as an element of its own, with a style and a title.

@@ -10,7 +10,11 @@ let session = sessionStorage.getItem("session") || newSession();
 // The answer in progress: {stop: its AbortController, before: the conversation without it, asked: the question if `before`
 // lacks it, said: its message, begun: a token has arrived, ended: its reason to end has arrived}.
 let running = null;
+// The conversation before "New chat", until a question is asked in the new one: [talk, session].
+let left = JSON.parse(sessionStorage.getItem("left") || "null");
 const items = new WeakMap();  // by message: its element
+// Milliseconds before a retry while the models are loaded.
+const AGAIN = 2000;
 
 const rate = x => x.toFixed(x >= 9.95 ? 0 : x >= .995 ? 1 : 2);
 
@@ -27,6 +31,7 @@ function remember() {
     sessionStorage.setItem("talk", JSON.stringify(kept));
     sessionStorage.setItem("typed", typed);
     sessionStorage.setItem("session", session);
+    sessionStorage.setItem("left", JSON.stringify(left));
   } catch { /* the storage is full: the page goes on, and a reload shows the last state that was stored */ }
 }
 
@@ -42,8 +47,8 @@ function made(name, text, kind) {
   return one;
 }
 
-function button(text, press) {
-  const one = made("button", text, "quiet");
+function button(text, press, about) {
+  const one = named(made("button", text, "quiet"), about);
   one.onclick = press;
   return one;
 }
@@ -65,10 +70,11 @@ function itemOf(message) {
   if (message.tokens) text.append(...message.tokens.map(tokenOf));
   else text.textContent = message.content;
   const foot = made("div", null, "row"), buttons = made("span");
-  if (message.role === "user") buttons.append(button("Edit", () => edit(item, message)));
+  if (message.role === "user") buttons.append(button("Edit", () => edit(item, message), message.content));
   else {
-    const press = button("Copy", () => copy(message.content, text, press));
-    buttons.append(button("Regenerate", () => regenerate(message)), press);
+    const asked = talk[talk.indexOf(message) - 1]?.content || "";
+    const press = button("Copy", () => copy(message.content, text, press), asked);
+    buttons.append(button("Regenerate", () => regenerate(message), asked), press);
   }
   foot.append(made("span", message.note, "soft note"), buttons);
   item.append(text, foot);
@@ -91,6 +97,7 @@ function show() {
   at("hint").hidden = talk.length > 0;
   at("talk").setAttribute("aria-busy", String(running !== null));
   at("send").hidden = at("new").disabled = running !== null;
+  at("back").hidden = left === null || talk.length > 0;
   at("stop").hidden = running === null;
 }
 
@@ -113,7 +120,8 @@ async function copy(content, text, press) {
     return tell("The browser does not let this page copy. The answer is now selected: copy it with the browser's menu.");
   }
   press.textContent = "Copied";
-  setTimeout(() => { press.textContent = "Copy"; }, 2000);
+  named(press);
+  setTimeout(() => { press.textContent = "Copy"; named(press); }, 2000);
 }
 
 // Replace a question by a field to edit it. Sending it drops all later messages.
@@ -136,6 +144,7 @@ function edit(item, message) {
 // Ask a question. `instead` is an earlier one that it replaces, with all messages after it.
 function say(text, instead) {
   const before = talk;
+  left = null;
   talk = [...talk.slice(0, instead ? talk.indexOf(instead) : talk.length), {role: "user", content: text}];
   answer(before, text, instead !== undefined);
 }
@@ -222,15 +231,27 @@ at("ask").onsubmit = event => {
   field.value = "";
   say(text);
 };
-// In Safari the Enter that confirms a composition is no longer composing; its key code is still 229.
+// In Safari the Enter that confirms a composition is no longer composing; its key code is still 229. On a phone, where
+// there is no Shift+Enter for a new line, only the button sends.
 field.onkeydown = event => {
+  if (matchMedia("(pointer: coarse)").matches) return;
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229) {
     event.preventDefault();
     at("ask").requestSubmit();
   }
 };
 at("stop").onclick = () => running?.stop.abort();
-at("new").onclick = () => { [talk, session] = [[], newSession()]; remember(); show(); field.focus(); };
+at("new").onclick = () => {
+  if (talk.length) left = [talk, session];
+  goTo([[], newSession()]);
+};
+at("back").onclick = () => { const to = left; left = null; goTo(to); };
+function goTo(to) {
+  [talk, session] = to;
+  remember();
+  show();
+  field.focus();
+}
 at("mark").onchange = () => at("talk").classList.toggle("marked", at("mark").checked);
 
 async function begin() {
@@ -238,7 +259,10 @@ async function begin() {
     const name = (await call("v1/models")).data[0].id;
     at("model").textContent = document.title = name;
     welcome();
-  } catch (error) { fail(error); }
+  } catch (error) {
+    fail(error);
+    if (error.status === 503) setTimeout(begin, AGAIN);
+  }
 }
 withKey(begin);
 addEventListener("pagehide", remember);

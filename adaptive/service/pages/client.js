@@ -69,6 +69,13 @@ function fail(error) {
   }
 }
 
+// Name a button for screen readers by its text and what it is about, since others on the page have the same text.
+function named(button, about = button.dataset.about) {
+  button.dataset.about = about;
+  button.setAttribute("aria-label", `${button.textContent}: ${about.slice(0, 100)}`);
+  return button;
+}
+
 function withKey(goOn) {
   const form = document.getElementById("key");
   form.onsubmit = event => {

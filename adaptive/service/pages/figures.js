@@ -104,6 +104,7 @@ function showAdapters(list, change = null) {
       const button = document.createElement("button");
       button.textContent = "Promote";
       button.dataset.promote = a.id;
+      button.setAttribute("aria-label", `Promote ${a.id}`);
       button.onclick = () => change(`adaptive/adapters/${a.id}/promote`);
       place.append(button);
     }
