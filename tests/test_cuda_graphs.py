@@ -23,12 +23,14 @@ from adaptive.drafting.queued import Choice
 from adaptive.engines.cuda import operations
 from adaptive.engines.cuda.forward import DTYPES, FAMILIES, ShortForward
 from adaptive.engines.cuda.linear import product
+from adaptive.engines.cuda.texts import Texts
 from adaptive.engines.hf import graphs
 from adaptive.engines.hf.cache import GROWTH
 from adaptive.engines.hf.engine import TransformersEngine, TransformersSequence
 from adaptive.engines.hf.graphs import SIZES as TOKENS
 from adaptive.engines.load import Choice as ChosenForward
 from adaptive.engines.load import Forward, beside_eagle
+from adaptive.engines.protocol import ExtendCall
 from adaptive.pair import load_pair
 from adaptive.sampling import LogitsProcessor
 from adaptive.settings import load_settings
@@ -41,6 +43,7 @@ QUEUED = [
     SamplingParams(temperature=0.9, seed=5),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NEARLY = {"atol": 2e-4 if DEVICE == "cuda" else 2e-5, "rtol": 1e-3}  # of logits and hidden states in float32
 
 
 def engines(model: PreTrainedModel) -> tuple[TransformersEngine, TransformersEngine]:
@@ -102,11 +105,12 @@ def test_a_cache_that_cannot_grow_stays_as_it_is() -> None:
     assert sequence.length == 20 + before
 
 
-def test_what_was_not_prepared_is_eager_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is recorded while a text is under way: neither for buffers that grew nor beyond the keys that recorded
-    passes cover."""
+@pytest.mark.parametrize("name", ["gemma3", "llama"])
+def test_what_was_not_prepared_is_eager_and_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is recorded while a text is under way. For buffers that grew, and beyond the keys that recorded passes
+    cover, passes of a model's own forward are eager then; ours have no such limits."""
     monkeypatch.setattr(graphs, "LEAST_KEYS", GROWTH)
-    model = made("llama")
+    model = made(name)
     model.config.max_position_embeddings = 2 * GROWTH + 4
     recorded, plain = engines(model)
     passes = recorded.recorded
@@ -116,20 +120,86 @@ def test_what_was_not_prepared_is_eager_and_right(monkeypatch: pytest.MonkeyPatc
         sequence.extend(text(3), 1)
         sequence.prepare(GROWTH)
         sequence.extend(text(GROWTH - 9), 1)
-    made_of = dict(passes.recordings)
-    for count, replayed in ((1, 1), (3, 2), (5, 2), (2, 2), (1, 2)):  # past the buffer's end
+    made_of, eager = dict(passes.recordings), 0
+    for number, count in enumerate((1, 3, 5, 2, 1)):  # past the buffer's end
         same(one, other, text(count), count)
-        assert passes.replayed == replayed
+        eager += number > 1 and recorded.short is None
+        assert passes.replayed == number + 1 - eager
     assert passes.recordings == made_of
     one.prepare(2 * GROWTH + 4)  # as for the next answer
+    before = passes.replayed
     for count in (1, 4):
         same(one, other, text(count), count)
-    assert passes.replayed == 4
+    assert passes.replayed == before + 2
     for sequence in (one, other):
         sequence.extend(text(2 * GROWTH - sequence.length), 1)
     same(one, other, text(4), 4)  # a pass filled up to five tokens would go beyond the context
-    assert passes.replayed == 4
+    assert passes.replayed == before + 2
     assert passes.problem is None
+
+
+@pytest.mark.parametrize("features", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+def test_passes_over_several_texts_are_replayed(name: str, features: bool) -> None:
+    """Texts of any lengths, each with its own number of tokens and of rows; they join, leave, grow and roll back."""
+    model = made(name).float()
+    model.config.max_position_embeddings = 2 * GROWTH
+    recorded, plain = engines(model)
+    passes = recorded.recorded
+    assert passes is not None
+    recorded.prepare_together(4, features)
+    assert {(which.texts, which.size) for which in passes.recordings} == {
+        (texts, size) for texts in (2, 3, 4) for size in graphs.SHARED
+    }
+    held = dict(passes.recordings)
+    ours, theirs = ([engine.sequence(features) for _ in range(5)] for engine in (recorded, plain))
+    for number, pair in enumerate(zip(ours, theirs, strict=True)):
+        for sequence in pair:
+            sequence.extend(text(GROWTH - 3 if number == 4 else 4 + 9 * number), 1)
+    turns = [((0, 1), (1, 4)), ((3, 1, 0), (2, 2, 2)), ((0, 1, 2, 3), (9, 1, 5, 3)), ((2, 4), (8, 2)), ((4, 3), (1, 1))]
+    for turn, (chosen, counts) in enumerate(turns, start=1):
+        rows = [max(1, count - turn % 2) for count in counts]
+        calls = [
+            [ExtendCall(texts[i], text(n), k) for i, n, k in zip(chosen, counts, rows, strict=True)]
+            for texts in (ours, theirs)
+        ]
+        found, expected = (
+            recorded.extend_together(calls[0]),
+            [call.sequence.extend(call.tokens, call.rows) for call in calls[1]],
+        )
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, **NEARLY)
+        assert passes.replayed == turn
+        for i in chosen:
+            assert ours[i].length == theirs[i].length
+            if features:
+                states = [texts[i].features(0, ours[i].length) for texts in (ours, theirs)]
+                torch.testing.assert_close(*states, **NEARLY)
+            for texts in (ours, theirs):
+                texts[i].rollback(texts[i].length - turn % 2)
+    assert passes.recordings == held
+    too_long = [ExtendCall(sequence, text(graphs.SHARED[-1] + 1), 1) for sequence in ours[:2]]
+    assert [len(logits) for logits in recorded.extend_together(too_long)] == [1, 1]
+    assert (passes.replayed, passes.problem) == (len(turns), None)
+
+
+def test_passes_over_several_texts_that_are_wrong_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those over one text are used all the same."""
+    recorded, plain = engines(made("llama").float())
+    aim = Texts.aim
+    monkeypatch.setattr(Texts, "aim", lambda self, caches: aim(self, [caches[0]] * len(caches)))
+    recorded.prepare_together(3, False)
+    assert recorded.recorded is not None
+    assert not recorded.recorded.recordings
+    assert caplog.text.count("over several texts stay eager: a recorded pass over 1 tokens differs") == 1
+    one, other = recorded.sequence(), plain.sequence()
+    for sequence in (one, other):
+        sequence.prepare(100)
+        sequence.extend(text(20), 1)
+    torch.testing.assert_close(one.extend(text(2), 2), other.extend(text(2), 2), **NEARLY)
+    assert recorded.recorded.replayed == 1
 
 
 def test_every_conversation_is_replayed_by_the_same_recordings() -> None:

@@ -197,10 +197,17 @@ def test_another_answer_is_wrong_and_not_a_tie(bench: Bench) -> None:
 
 
 def test_passes_that_are_recorded_wrongly_are_found(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    from adaptive.engines.cuda.texts import Texts
     from adaptive.engines.hf.cache import Recording
 
-    places = Recording.places
-    monkeypatch.setattr(Recording, "places", lambda self: places(self) + 1)  # off by one
+    places, aim = Recording.places, Texts.aim
+
+    def off_by_one(self: Texts, caches: Any) -> None:
+        aim(self, caches)
+        self.start += 1
+
+    monkeypatch.setattr(Recording, "places", lambda self: places(self) + 1)  # of the models' own forward
+    monkeypatch.setattr(Texts, "aim", off_by_one)  # of ours
     with pytest.raises(Wrong, match="passes of the target stay eager"):
         graphs(bench, "bundled float32")
 

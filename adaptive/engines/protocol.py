@@ -199,6 +199,15 @@ class Prepares(Protocol):
         ``chooser`` after them. What cannot be prepared is run unprepared."""
 
 
+@runtime_checkable
+class PreparesTogether(Protocol):
+    """An engine that prepares passes over several sequences, which takes a while the first time."""
+
+    def prepare_together(self, texts: int, features: bool) -> None:
+        """Prepare, when the model has been loaded, the passes over up to ``texts`` sequences, which keep hidden states
+        if ``features``. What cannot be prepared is run unprepared."""
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes held for one or several texts: ``keys`` and values; recurrent ``states`` with the data for a rollback;

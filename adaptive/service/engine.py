@@ -29,7 +29,7 @@ from adaptive.printable import counted, printable_line
 from adaptive.records.stats import count_rounds, in_words
 from adaptive.service.jobs import Answer, Done, Failed, FairQueue, Job, NotReadyError, Piece, question
 from adaptive.service.metrics import Metrics
-from adaptive.service.slots import Slot, possible_slots
+from adaptive.service.slots import Slot, possible_slots, prepare_slots
 from adaptive.speculation import Speculation, of_counts, speculation
 from adaptive.state import PairState
 from adaptive.swapper import Swapper
@@ -209,6 +209,7 @@ class EngineThread:
                 session.swapper.on_swap = self._swapped
                 self._batch = Batch(session.pair.target, session.swapper.between_rounds)
                 self.slots, self.fewer = possible_slots(session.assistant, self._wanted)
+                prepare_slots(session.assistant, self.slots)
                 if self.state == "loading":
                     self.state = "ready"
                     self._tell_idle()

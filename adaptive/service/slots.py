@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from adaptive.assistant import Assistant
+from adaptive.engines.protocol import PreparesTogether, ReadsFeatures
 from adaptive.errors import AdaptiveError
 
 # Number of slots for ``auto``, and the tokens (prompt and answer) that each must have memory for. Too many slots: each
@@ -42,3 +43,10 @@ def possible_slots(assistant: Assistant, wanted: str) -> tuple[int, str | None]:
     if fits >= SLOTS:
         return SLOTS, None
     return fits, f"{fits} at once: an answer of {TOKENS} tokens takes {each / 1e6:.0f} MB of cache_mb"
+
+
+def prepare_slots(assistant: Assistant, slots: int) -> None:
+    """Let the target prepare its passes over several answers, before the first request."""
+    target = assistant.pair.target
+    if slots > 1 and isinstance(target, PreparesTogether):
+        target.prepare_together(slots, isinstance(assistant.pair.draft, ReadsFeatures))

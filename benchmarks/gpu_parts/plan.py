@@ -12,6 +12,7 @@ from gpu_parts.learning import training
 from gpu_parts.models import planned_bytes
 from gpu_parts.sampled import sampled
 from gpu_parts.scale import Scale
+from gpu_parts.several import several
 from gpu_parts.speed import bandwidth, first_token, other_kind, plain, quantised, speculation, verification
 from gpu_parts.work import Figures, Part
 
@@ -39,6 +40,11 @@ def a_text(scale: Scale) -> int:
 def a_prompt(scale: Scale) -> int:
     """Bytes in addition to the weights for the long prompt."""
     return a_text(scale) + cache_bytes(scale, scale.first)
+
+
+def several_texts(scale: Scale) -> int:
+    """Bytes in addition to the weights for several texts of up to 512 tokens."""
+    return a_text(scale) + 2 * max(scale.texts) * cache_bytes(scale, 512)
 
 
 def a_copy(scale: Scale) -> int:
@@ -76,13 +82,14 @@ PARTS = (
     _part("plain", "tokens a second without a draft", 25, plain, "large"),
     _part("verification", "passes over 1 to 64 tokens", 20, verification, "large"),
     _part("breakdown", "where a round's time goes", 20, breakdown, "large"),
-    _part("speculation", "fixed lengths, the controller, transformers' own", 70, speculation, "large"),
-    _part("training", "training beside decoding", 40, training, "large", a_copy),
+    _part("speculation", "fixed lengths, the controller, transformers' own", 60, speculation, "large"),
+    _part("training", "training beside decoding", 30, training, "large", a_copy),
     _part("first-token", "the first token after a long prompt", 20, first_token, "large", a_prompt),
+    _part("several", "several answers at once", 30, several, "large", several_texts),
     _part("nf4", "the target in nf4", 35, quantised, "nf4"),
     _part("int8", "the target in int8", 20, quantised, "int8"),
     _part("mixture", "a mixture of experts", 35, other_kind, "mixture"),
-    _part("hybrid", "a hybrid with recurrent layers", 50, other_kind, "hybrid"),
+    _part("hybrid", "a hybrid with recurrent layers", 40, other_kind, "hybrid"),
 )
 
 

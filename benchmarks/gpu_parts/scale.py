@@ -18,9 +18,10 @@ class Scale:
     ``mixture``: fields of a Qwen 3 mixture's config; its draft has the first ``mixture_draft`` layers.
     ``prompts``: their number; answers have ``tokens`` tokens where they are compared, and ``race_tokens`` where they
     are timed. ``samples``: answers of four tokens that are drawn for the chi-square test. ``passes``: numbers of tokens
-    of timed passes. ``lengths``: draft lengths. ``first``: tokens of the prompt for the time to the first token.
-    ``copied``: bytes copied to measure the bandwidth. ``examples``: answers to train on. ``repeats``: most timed
-    repetitions of a call. ``types``: architectures whose small models are decoded with and without a draft.
+    of timed passes. ``lengths``: draft lengths. ``texts``: numbers of answers at once. ``first``: tokens of the
+    prompt for the time to the first token. ``copied``: bytes copied to measure the bandwidth. ``examples``: answers to
+    train on. ``repeats``: most timed repetitions of a call. ``types``: architectures whose small models are decoded
+    with and without a draft.
     ``measured``: the controller measures a pair before it is timed, which takes some seconds.
     """
 
@@ -39,6 +40,7 @@ class Scale:
     samples: int
     passes: tuple[int, ...]
     lengths: tuple[int, ...]
+    texts: tuple[int, ...]
     first: int
     copied: int
     examples: int
@@ -75,6 +77,7 @@ FULL = Scale(
     samples=2000,
     passes=(1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64),
     lengths=(2, 4, 8),
+    texts=(2, 4, 8),
     first=8192,
     copied=1 << 31,
     examples=24,
@@ -108,6 +111,7 @@ TINY = Scale(
     samples=100,
     passes=(1, 3),
     lengths=(2,),
+    texts=(2,),
     first=80,
     copied=1 << 22,
     examples=2,

@@ -17,7 +17,9 @@ pytestmark = [
 
 # Compute capabilities, and the bytes of shared memory that one program may use: T4, A100, RTX 30, RTX 40, H100, RTX 50.
 GPUS = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}
-INTEGERS = {"count", "inputs", "outputs", "width", "heads", "key_heads", "capacity", "group", "rows"}
+INTEGERS = {"count", "inputs", "outputs", "width", "heads", "key_heads", "group", "rows", "texts", "blocks"}
+# Arguments that need not be multiples of 16.
+UNKNOWN = {"count", "texts", "blocks", "eps", "scale", "group"}
 CONSTANTS: dict[str, list[dict[str, Any]]] = {
     "_vector": [{"BIAS": True, "ROWS": 4, "STEP": 1024}, {"BIAS": False, "ROWS": 2, "STEP": 1024}],
     "_add_norm": [{"ADDS": True, "BLOCK": 4096}, {"ADDS": False, "BLOCK": 8192}],
@@ -53,7 +55,15 @@ def compiled(name: str, constants: dict[str, Any], dtype: str, capability: int) 
     if name == "_attend":
         rows, block = kernels.tiles(1000, constants["SIZE"] * (4 if dtype == "fp32" else 2))
         constants = constants | {"ROWS": rows, "BLOCK": block}
-    types = {"start": "*i64", "eps": "fp32", "scale": "fp32", "sums": "*fp32", "scores": "*fp32", "code": "*fp32"}
+    types = {
+        "start": "*i64",
+        "table": "*i64",
+        "eps": "fp32",
+        "scale": "fp32",
+        "sums": "*fp32",
+        "scores": "*fp32",
+        "code": "*fp32",
+    }
     types |= dict.fromkeys(INTEGERS, "i32")
     if name == "_nf4":
         types |= {"x": "*i32", "weight": "*i32", "scales": "*fp32"}
@@ -61,7 +71,7 @@ def compiled(name: str, constants: dict[str, Any], dtype: str, capability: int) 
         types |= {"weight": "*i8", "scales": "*fp32"}
     names = kernel.arg_names
     signature = {one: "constexpr" if one in constants else types.get(one, f"*{dtype}") for one in names}
-    aligned = [one for one in names if one not in constants and one not in ("count", "eps", "scale", "group")]
+    aligned = [one for one in names if one not in constants and one not in UNKNOWN]
     if name == "_nf4":
         aligned.remove("weight")  # which it does not want to know
     source = ASTSource(

@@ -5,8 +5,10 @@ TRITON_INTERPRET=1 pytest tests/gpu/test_cuda_kernels.py     # without a GPU, wh
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import nn
 
 from adaptive.engines.cuda import operations
 from adaptive.engines.cuda.linear import product
+from adaptive.engines.cuda.texts import Held, Texts
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 pytestmark = [
@@ -62,29 +65,56 @@ def test_products_norms_and_gates(width: int, count: int, dtype: torch.dtype) ->
     near(kernels.add_norm(ours, None, norm, 1e-5), operations.add_norm(theirs, None, norm, 1e-5))
 
 
+class Text:
+    """A cache of one layer with random keys and values, of which the first ``length`` tokens are held."""
+
+    keeps = False
+
+    def __init__(self, length: int, key_heads: int, size: int, dtype: torch.dtype, capacity: int = 128) -> None:
+        keys, values = (random(1, key_heads, capacity, size, dtype=dtype) for _ in range(2))
+        self.layers, self.length = [SimpleNamespace(keys=keys, values=values)], length
+
+    def addresses(self) -> tuple[int, ...]:
+        keys, values = self.layers[0].keys, self.layers[0].values
+        return keys.data_ptr(), values.data_ptr(), keys.shape[2]
+
+
+def held_of(caches: list[Text], on_device: bool) -> Held:
+    """The only layer of these caches, for the kernels or for the operations."""
+    held = Texts(caches[0], len(caches), torch.device(DEVICE)).layers[0]
+    held.start.copy_(torch.tensor([cache.length for cache in caches]))
+    held.layers = [cache.layers[0] for cache in caches]
+    held.table = (
+        torch.tensor([cache.addresses() for cache in caches], device=DEVICE).T.contiguous() if on_device else None
+    )
+    return held
+
+
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize(("heads", "key_heads", "size", "window"), ATTENTION)
-def test_attention(heads: int, key_heads: int, size: int, window: int, count: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("lengths", [(1,), (60,), (100,), (100, 1), (7, 60, 33)], ids=str)
+def test_attention(
+    lengths: tuple[int, ...], heads: int, key_heads: int, size: int, window: int, count: int, dtype: torch.dtype
+) -> None:
     from adaptive.engines.cuda import kernels
 
     torch.manual_seed(heads + count)
-    for length in (1, 60, 100):
-        start = torch.tensor(length, device=DEVICE)
-        caches = [random(1, key_heads, 128, size, dtype=dtype) for _ in range(2)]
-        others = [cache.clone() for cache in caches]
-        projected = random(count, (heads + 2 * key_heads) * size, dtype=dtype)
-        angle = random(count, size // 2, dtype=dtype)
-        cos, sin = (torch.cat([part, part], 1) for part in (angle.cos(), angle.sin()))
-        for norms in (None, (random(size, dtype=dtype), random(size, dtype=dtype))):
-            ours = kernels.rotate_and_store(projected, cos, sin, norms, 1e-6, *caches, start)
-            theirs = operations.rotate_and_store(projected, cos, sin, norms, 1e-6, *others, start)
-            for one, other in zip((ours, *caches), (theirs, *others), strict=True):
-                near(one, other)
-        scale = size**-0.5
-        near(
-            kernels.attend(ours, *caches, start, scale, window), operations.attend(ours, *caches, start, scale, window)
-        )
+    caches = [Text(length, key_heads, size, dtype, 128 + 64 * (i % 2)) for i, length in enumerate(lengths)]
+    others = copy.deepcopy(caches)
+    mine, theirs = held_of(caches, True), held_of(others, False)
+    total = count * len(lengths)
+    projected = random(total, (heads + 2 * key_heads) * size, dtype=dtype)
+    angle = random(total, size // 2, dtype=dtype)
+    cos, sin = (torch.cat([part, part], 1) for part in (angle.cos(), angle.sin()))
+    for norms in (None, (random(size, dtype=dtype), random(size, dtype=dtype))):
+        ours = kernels.rotate_and_store(projected, cos, sin, norms, 1e-6, mine)
+        near(ours, operations.rotate_and_store(projected, cos, sin, norms, 1e-6, theirs))
+        for one, other in zip(caches, others, strict=True):
+            near(one.layers[0].keys, other.layers[0].keys)
+            near(one.layers[0].values, other.layers[0].values)
+    scale, same = size**-0.5, held_of(caches, False)
+    near(kernels.attend(ours, mine, scale, window), operations.attend(ours, same, scale, window))
 
 
 @pytest.mark.parametrize("count", COUNTS)

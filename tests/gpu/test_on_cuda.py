@@ -21,6 +21,8 @@ from test_cuda_graphs import (  # noqa: F401 - run here on the device
     test_a_proposal_over_recorded_steps_is_the_one_over_eager_steps,
     test_every_conversation_is_replayed_by_the_same_recordings,
     test_other_texts_and_adapters_reuse_the_recordings,
+    test_passes_over_several_texts_are_replayed,
+    test_passes_over_several_texts_that_are_wrong_are_not_used,
     test_recorded_passes_equal_the_models_own,
     test_what_was_not_prepared_is_eager_and_right,
 )
@@ -36,6 +38,7 @@ from adaptive.devices import device_bytes
 from adaptive.drafting.model import ModelDrafter, prepare
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.hf.graphs import SIZES
+from adaptive.engines.protocol import ExtendCall
 from adaptive.pair import load_pair
 from adaptive.sampling import LogitsProcessor
 from adaptive.settings import load_settings
@@ -175,6 +178,26 @@ def test_the_device_is_waited_for_once_a_round(params: SamplingParams, asked: bo
                     torch.cuda.set_sync_debug_mode("default")
             waited = [str(one.message) for one in said if "called a synchronizing" in str(one.message)]
             assert len(waited) == 1, waited
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_passes_over_several_texts_are_captured_in_16_bits(dtype: torch.dtype) -> None:
+    ours, eager = recorded("qwen3", dtype)
+    ours.prepare_together(8, False)
+    assert ours.recorded is not None
+    assert ours.recorded.problem is None
+    assert max(which.texts for which in ours.recorded.recordings) == 8
+    assert all(recording._graph is not None for recording in ours.recorded.recordings.values())
+    texts = [[engine.sequence() for _ in range(8)] for engine in (ours, eager)]
+    for number, pair in enumerate(zip(*texts, strict=True)):
+        for sequence in pair:
+            sequence.extend(text(10 + 3 * number), 1)
+    for count in (1, 3, 9):
+        found = ours.extend_together([ExtendCall(one, text(count), count) for one in texts[0]])
+        for logits, other in zip(found, texts[1], strict=True):
+            right = other.extend(text(count), count).float()
+            assert float((logits.float() - right).norm() / right.norm()) < 0.05
+    assert ours.recorded.replayed == 3
 
 
 def test_nothing_is_recorded_while_an_answer_is_under_way() -> None:

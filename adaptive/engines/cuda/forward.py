@@ -2,9 +2,10 @@
 
 transformers' forward launches about fifty kernels a layer. Even replayed as a CUDA graph (``hf/graphs.py``), the small
 ones take as long as reading the weights of a 7B model, and several times as long as reading those of a draft. Here the
-matrices that read the same input are one product, and everything between two products is one kernel or two.
+matrices that read the same input are one product, and everything between two products is one kernel or two. A pass may
+be over several texts.
 
-In: a loaded transformers model. Out: logits, with keys and values written to the cache of the model's own forward,
+In: a loaded transformers model. Out: logits, with keys and values written to the caches of the model's own forward,
 which computes prompts. The joined matrices take the place of the model's: its modules keep views of them, so adapters
 merge into both.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -24,6 +25,7 @@ from adaptive.engines.cpu.families import sliding_window
 from adaptive.engines.cpu.rotary import known_ropes
 from adaptive.engines.cuda import operations
 from adaptive.engines.cuda.linear import product
+from adaptive.engines.cuda.texts import Texts
 
 logger = logging.getLogger("adaptive.engines")
 
@@ -35,16 +37,6 @@ HEAD_SIZES = {16, 32, 64, 128, 256}
 # Free memory without which matrices are not joined, as a share of the weights: the places of the single ones are often
 # too small for joined ones.
 JOINING = 0.3
-
-
-class Cache(Protocol):
-    """The cache of a text, as ``hf/cache.py`` has it."""
-
-    layers: list[Any]
-    keeps: bool
-
-    def keep(self, hidden: torch.Tensor) -> None:
-        """Store the hidden states (1, n, width) of the tokens of a pass."""
 
 
 def short_forward(model: PreTrainedModel) -> ShortForward | None:
@@ -105,24 +97,25 @@ class ShortForward:
         self.layers = [Layer(block, model.config, number, use) for number, block in enumerate(base.layers)]
         self.layers_read: tuple[int, ...] | None = None
 
-    def __call__(self, tokens: torch.Tensor, places: torch.Tensor, start: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """Logits (n, vocab) of tokens (n,), the first of which stands at ``start`` () and all at ``places`` (n,)."""
+    def __call__(self, tokens: torch.Tensor, places: torch.Tensor, texts: Texts) -> torch.Tensor:
+        """Logits (n, vocab) of tokens (n,) at ``places`` (n,) of their texts: those of the first text, then those of
+        the second, and so on."""
         use = self._use
         x = self._embed(tokens)
         cos, sin = (part[0] for part in self._rotary(x[None], places[None]))
         added: torch.Tensor | None = None
         read: dict[int, torch.Tensor] = {}
-        for number, (layer, held) in enumerate(zip(self.layers, cache.layers, strict=True)):
+        for number, (layer, held) in enumerate(zip(self.layers, texts.layers, strict=True)):
             y = use.add_norm(x, added, layer.attention_norm.weight, layer.attention_norm.variance_epsilon)
-            if cache.keeps and self.layers_read is not None and number in self.layers_read:
+            if texts.keeps and self.layers_read is not None and number in self.layers_read:
                 read[number] = x.clone()
             norms = None if layer.head_norms is None else tuple(norm.weight for norm in layer.head_norms)
-            queries = use.rotate_and_store(layer.qkv(y), cos, sin, norms, layer.eps, held.keys, held.values, start)
-            added = layer.output(use.attend(queries, held.keys, held.values, start, layer.scale, layer.window))
+            queries = use.rotate_and_store(layer.qkv(y), cos, sin, norms, layer.eps, held)
+            added = layer.output(use.attend(queries, held, layer.scale, layer.window))
             y = use.add_norm(x, added, layer.mlp_norm.weight, layer.mlp_norm.variance_epsilon)
             added = layer.down(use.gate(layer.gate_up(y)))
         y = use.add_norm(x, added, self._norm.weight, self._norm.variance_epsilon)
-        if cache.keeps:
+        if texts.keeps:
             names = self.layers_read
-            cache.keep((x if names is None else torch.cat([read.get(name, x) for name in names], dim=-1))[None])
+            texts.keep(x if names is None else torch.cat([read.get(name, x) for name in names], dim=-1))
         return self._head(y)

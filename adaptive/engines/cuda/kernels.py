@@ -1,8 +1,9 @@
 """``operations.py`` as Triton kernels, for bfloat16, float16 and float32 on CUDA, and products with quantised weights.
 
-Attention reads the length of the text from the device's memory. So a recording (``hf/graphs.py``) reads only the keys
-that are there. Products of several tokens with 16-bit weights are cuBLAS's, which reads large matrices at 60 to 95% of
-the memory's bandwidth. For one token there is a kernel, which reads small matrices up to three times as fast.
+Attention reads from the device's memory how long each text is and where its keys and values lie (``texts.py``). So a
+recording (``hf/graphs.py``) serves every cache, and reads only the keys that are there. Products of several tokens with
+16-bit weights are cuBLAS's, which reads large matrices at 60 to 95% of the memory's bandwidth. For one token there is a
+kernel, which reads small matrices up to three times as fast.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import triton.language as tl
 from torch import nn
 
 from adaptive.engines.cuda.nf4 import WAYS, nf4
+from adaptive.engines.cuda.texts import Held
 
 __all__ = ["WAYS", "add_norm", "attend", "gate", "int8", "linear", "nf4", "rotate_and_store"]
 
@@ -138,37 +140,36 @@ def rotate_and_store(
     sin: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    start: torch.Tensor,
+    held: Held,
 ) -> torch.Tensor:
     """See ``operations.rotate_and_store``."""
-    count, (key_heads, capacity, size) = len(projected), keys.shape[1:]
-    heads = projected.shape[1] // size - 2 * key_heads
-    queries = torch.empty(count, heads, size, dtype=projected.dtype, device=projected.device)
+    total, texts, size = len(projected), len(held.start), held.size
+    heads = projected.shape[1] // size - 2 * held.key_heads
+    queries = torch.empty(total, heads, size, dtype=projected.dtype, device=projected.device)
     weights = (cos, cos) if norms is None else norms
-    _rotate_and_store[(count, heads + 2 * key_heads)](
-        projected, cos, sin, *weights, eps, queries, keys, values, start, heads, key_heads, capacity,
-        norms is not None, size, num_warps=1,
+    _rotate_and_store[(total, heads + 2 * held.key_heads)](
+        projected, cos, sin, *weights, eps, queries, held.table, held.start, heads, held.key_heads, total // texts,
+        texts, norms is not None, size, num_warps=1,
     )  # fmt: skip
     return queries
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "texts"])
 def _rotate_and_store(  # type: ignore[no-untyped-def]
-    projected, cos, sin, query_weight, key_weight, eps, queries, keys, values, start, heads, key_heads, capacity,
+    projected, cos, sin, query_weight, key_weight, eps, queries, table, start, heads, key_heads, count, texts,
     NORMS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0), tl.program_id(1)
+    text = token // count
     half: tl.constexpr = SIZE // 2
     low = tl.arange(0, half)
     high = low + half
     source = projected + (token * (heads + 2 * key_heads) + head) * SIZE
     kind = projected.dtype.element_ty
     first, second = tl.load(source + low).to(tl.float32), tl.load(source + high).to(tl.float32)
-    place = (tl.load(start) + token) * SIZE
+    place = (tl.load(start + text) + token % count) * SIZE
     if head >= heads + key_heads:
-        target = values + (head - heads - key_heads).to(tl.int64) * capacity * SIZE + place
+        target = _lies(table + texts, text, kind) + _head(table, text, texts, head - heads - key_heads, SIZE) + place
         tl.store(target + low, first.to(kind))
         tl.store(target + high, second.to(kind))
     else:
@@ -185,9 +186,21 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
         if head < heads:
             target = queries + (token * heads + head) * SIZE
         else:
-            target = keys + (head - heads).to(tl.int64) * capacity * SIZE + place
+            target = _lies(table, text, kind) + _head(table, text, texts, head - heads, SIZE) + place
         tl.store(target + low, low_turned.to(kind))
         tl.store(target + high, high_turned.to(kind))
+
+
+@triton.jit
+def _lies(addresses, text, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the keys or values of a text lie, whose numbers are of a ``kind``."""
+    return tl.multiple_of(tl.load(addresses + text).to(tl.pointer_type(kind)), 16)
+
+
+@triton.jit
+def _head(table, text, texts, key_head, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The place of a head's first number among the keys or values of a text."""
+    return tl.load(table + 2 * texts + text) * key_head * SIZE
 
 
 def tiles(rows: int, row_bytes: int) -> tuple[int, int]:
@@ -196,43 +209,47 @@ def tiles(rows: int, row_bytes: int) -> tuple[int, int]:
     return max(16, min(MOST_ROWS, most, triton.next_power_of_2(rows))), max(16, min(BLOCK, most))
 
 
-def attend(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor, scale: float, window: int
-) -> torch.Tensor:
-    """See ``operations.attend``. The text is divided into parts, each attended by itself, and the results joined."""
-    (count, heads, size), (key_heads, capacity) = queries.shape, keys.shape[1:3]
-    parts = max(1, min(MOST_PARTS, triton.next_power_of_2(PROGRAMS // key_heads)))
+def attend(queries: torch.Tensor, held: Held, scale: float, window: int) -> torch.Tensor:
+    """See ``operations.attend``. Each text is divided into parts, each attended by itself, and the results joined."""
+    (total, heads, size), key_heads, texts = queries.shape, held.key_heads, len(held.start)
+    parts = max(1, min(MOST_PARTS, triton.next_power_of_2(PROGRAMS // (key_heads * texts))))
+    count = total // texts
     rows = count * heads // key_heads
-    held, block = tiles(rows, size * keys.itemsize)
+    held_rows, block = tiles(rows, size * queries.itemsize)
+    blocks = triton.cdiv(rows, held_rows)
     given: dict[str, Any] = {"dtype": torch.float32, "device": queries.device}
-    sums, scores = torch.empty(parts, count * heads, size, **given), torch.empty(2, parts, count * heads, **given)
-    _attend[(key_heads, parts, triton.cdiv(rows, held))](
-        queries, keys, values, sums, scores, start, scale, capacity, count, heads, heads // key_heads,
-        window, size, held, block, parts,
+    sums, scores = torch.empty(parts, total * heads, size, **given), torch.empty(2, parts, total * heads, **given)
+    _attend[(key_heads, parts, texts * blocks)](
+        queries, held.table, sums, scores, held.start, scale, count, texts, blocks, heads, heads // key_heads,
+        window, size, held_rows, block, parts,
     )  # fmt: skip
-    attended = torch.empty(count, heads * size, dtype=queries.dtype, device=queries.device)
-    _join[(count * heads,)](sums, scores, attended, count * heads, size, parts, num_warps=1)
+    attended = torch.empty(total, heads * size, dtype=queries.dtype, device=queries.device)
+    _join[(total * heads,)](sums, scores, attended, total * heads, size, parts, num_warps=1)
     return attended
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "texts", "blocks"])
 def _attend(  # type: ignore[no-untyped-def]
-    queries, keys, values, sums, scores, start, scale, capacity, count, heads, group,
+    queries, table, sums, scores, start, scale, count, texts, blocks, heads, group,
     WINDOW: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     key_head, part = tl.program_id(0), tl.program_id(1)
-    before = tl.load(start).to(tl.int32)
+    text = tl.program_id(2) // blocks
+    kind = queries.dtype.element_ty
+    keys, values = _lies(table, text, kind), _lies(table + texts, text, kind)
+    here = _head(table, text, texts, key_head, SIZE)
+    before = tl.load(start + text).to(tl.int32)
     length = before + count
     oldest = tl.maximum(before + 1 - WINDOW, 0) if WINDOW else 0  # that any query sees
     each = tl.cdiv(tl.cdiv(length - oldest, PARTS), BLOCK) * BLOCK
     first = oldest + part * each
     last = tl.minimum(first + each, length)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(2) % blocks * ROWS + tl.arange(0, ROWS)
     token, head = row // group, key_head * group + row % group
     there = row < count * group
     numbers = tl.arange(0, SIZE)
-    query = tl.load(queries + (token * heads + head)[:, None] * SIZE + numbers[None, :], mask=there[:, None], other=0.0)
-    here = key_head.to(tl.int64) * capacity * SIZE
+    at = (text * count + token) * heads + head
+    query = tl.load(queries + at[:, None] * SIZE + numbers[None, :], mask=there[:, None], other=0.0)
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     mass = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS, SIZE), tl.float32)
@@ -254,10 +271,10 @@ def _attend(  # type: ignore[no-untyped-def]
         mass = mass * keep + tl.sum(weight, 1)
         total = total * keep[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         most = higher
-    at = part * count * heads + token * heads + head
+    at += part * texts * count * heads
     tl.store(sums + at[:, None] * SIZE + numbers[None, :], total, mask=there[:, None])
     tl.store(scores + at, most, mask=there)
-    tl.store(scores + PARTS * count * heads + at, mass, mask=there)
+    tl.store(scores + PARTS * texts * count * heads + at, mass, mask=there)
 
 
 @triton.jit

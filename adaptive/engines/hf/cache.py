@@ -235,6 +235,7 @@ class RollbackCache(Cache):
         self.keeps = keeps
         self._hidden: torch.Tensor | None = None  # (capacity, width); None before the first pass
         self._room = 0  # reserved tokens
+        self._lies: tuple[list[Any], tuple[int, ...]] = [], ()  # buffers of keys, and the ``addresses`` with them
 
     @property
     def length(self) -> int:
@@ -319,6 +320,19 @@ class RollbackCache(Cache):
         """The cache's present buffers. Call it after the first pass."""
         layers = ((layer.keys, layer.values) for layer in self._attention)
         return Buffers(tuple((k, v) for k, v in layers if k is not None and v is not None), self._hidden)
+
+    def addresses(self) -> tuple[int, ...]:
+        """For each layer the addresses of its keys and of its values, and its capacity. Call it after the first pass of
+        a model without recurrent layers. The same object until a buffer is replaced."""
+        keys = [layer.keys for layer in self._attention]
+        known, found = self._lies
+        if len(known) != len(keys) or any(a is not b for a, b in zip(keys, known, strict=True)):
+            each = ((la.keys, la.values) for la in self._attention)
+            found = tuple(
+                n for k, v in each if k is not None and v is not None for n in (k.data_ptr(), v.data_ptr(), k.shape[2])
+            )
+            self._lies = keys, found
+        return found
 
     def lies_in(self, buffers: Buffers) -> bool:
         """Whether the cache uses these buffers, and has not replaced any of them by a larger one."""

@@ -392,6 +392,12 @@ class TransformersEngine:
         """Make several proposals; see ``ProposesTogether``."""
         return self.together.propose(calls)
 
+    def prepare_together(self, texts: int, features: bool) -> None:
+        """Record the passes over several sequences if passes are recorded; see ``PreparesTogether``. Not of quantised
+        weights: kernels would be compiled for each number of tokens."""
+        if self.recorded is not None and not self.apart and not self.quantised:
+            self.recorded.ready_together(texts, features)
+
     @property
     def trees(self) -> bool:
         """Whether passes over trees are supported (``Together.trees``)."""

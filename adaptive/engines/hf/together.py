@@ -92,14 +92,27 @@ class Together:
         rows, engine = [call.rows for call in calls], self.engine
         if engine.cpu_forward is None:
             given = [moved(as_tensor(call.tokens), engine.device) for call in calls]
-            logits = hf_joint.extend_together(engine, list(map(hf_joint.Part, given, rows, caches, trees)))
+            parts = list(map(hf_joint.Part, given, rows, caches, trees))
+            logits = self._replayed(parts) or hf_joint.extend_together(engine, parts)
         else:
             listed = [c.tokens if isinstance(c.tokens, list) else c.tokens.tolist() for c in calls]
-            parts = list(map(cpu_joint.Part, listed, rows, caches, trees))
-            logits = cpu_joint.extend_together(engine.cpu_forward, parts, self._logits)
+            own = list(map(cpu_joint.Part, listed, rows, caches, trees))
+            logits = cpu_joint.extend_together(engine.cpu_forward, own, self._logits)
         for sequence, tree in zip(sequences, trees, strict=True):
             sequence.tree = tree or NO_TREE
         return logits
+
+    @torch.inference_mode()
+    def _replayed(self, parts: Several[hf_joint.Part]) -> list[torch.Tensor] | None:
+        """The logits (rows, vocab) of each part by a recorded pass, which the engine's next pass overwrites; None if
+        none is recorded for them."""
+        recorded = self.engine.recorded
+        if recorded is None or any(part.tree is not None for part in parts):
+            return None
+        found = recorded.together([part.tokens for part in parts], [part.cache for part in parts])
+        if found is None:
+            return None
+        return [logits[len(logits) - part.rows :] for logits, part in zip(found, parts, strict=True)]
 
     def propose(self, calls: Several[tuple[Sequence, ProposalCall]]) -> list[Proposed]:
         """Make several proposals; see ``ProposesTogether``."""
