@@ -182,8 +182,8 @@ def _raced(
     field = [ours(name, pair, policy, sampling) for name, policy in policies(bench.scale.lengths).items()]
     field += [ours(name, pair, policy, sampling) for name, policy in _controllers(pair, costs).items()]
     *given, other = of_every_kind(bench.scale.prompts + 1)
-    for prompt in given:
-        warm.answer(prompt, 1)  # the first pass over a prompt of each length loads kernels
+    for prompt in (other, *given):
+        warm.answer(prompt, 1)  # the first pass over each length of what is new in a prompt loads kernels
     found = _turns(bench, [plain, *field], given, other, budget.share(OURS) if peers else budget)
     if peers:  # apart, because they are slow: ours would have a few short answers only
         found += _turns(bench, [again, *_theirs(pair, sampling, bench.scale.lengths[-1])], given, other, budget)[1:]

@@ -93,13 +93,18 @@ def held_of(caches: list[Text], on_device: bool) -> Held:
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize(("heads", "key_heads", "size", "window"), ATTENTION)
-@pytest.mark.parametrize("lengths", [(1,), (60,), (100,), (100, 1), (7, 60, 33)], ids=str)
-def test_attention(
+def test_attention(heads: int, key_heads: int, size: int, window: int, count: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(heads + count)
+    for lengths in ((1,), (60,), (100,), (100, 1), (7, 60, 33)):
+        attention_is_right(lengths, heads, key_heads, size, window, count, dtype)
+
+
+def attention_is_right(
     lengths: tuple[int, ...], heads: int, key_heads: int, size: int, window: int, count: int, dtype: torch.dtype
 ) -> None:
+    """Compare the kernels with the operations on one text or several, which hold these numbers of tokens."""
     from adaptive.engines.cuda import kernels
 
-    torch.manual_seed(heads + count)
     caches = [Text(length, key_heads, size, dtype, 128 + 64 * (i % 2)) for i, length in enumerate(lengths)]
     others = copy.deepcopy(caches)
     mine, theirs = held_of(caches, True), held_of(others, False)

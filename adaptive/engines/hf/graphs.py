@@ -157,7 +157,7 @@ class RecordedPasses:
     @torch.inference_mode()
     def ready_together(self, texts: int, keeps: bool) -> None:
         """Record the passes over 2 to ``texts`` texts, whose caches keep hidden states if ``keeps``. Only our forward
-        makes them. Takes a tenth of a second for each; call it when the model has been loaded."""
+        makes them. Takes some tenths of a second for each; call it when the model has been loaded."""
         if self.engine.short is None or self.problem is not None:
             return
         config = self.engine.model.config.get_text_config()
@@ -247,9 +247,9 @@ class RecordedPasses:
                 if not cache.length:
                     self._lead(cache)
                 cache.ensure_capacity(cache.length + which.size)
-            tokens = [self._tokens(which.size, 3 + cache.length) for cache in caches]
-            expected = [self._eager(some, cache) for some, cache in zip(tokens, caches, strict=True)]
-            self._prove(which, caches, tokens, torch.cat(expected))
+            tokens = {cache: self._tokens(which.size, 3 + cache.length) for cache in caches}
+            right = {cache: self._eager(some, cache) for cache, some in tokens.items()}
+            self._prove(which, caches, [tokens[cache] for cache in caches], torch.cat([right[c] for c in caches]))
         finally:
             for cache, length in zip(caches, held, strict=True):
                 cache.rollback(length)
