@@ -44,8 +44,8 @@ def list_(settings: Settings, as_json: AsJson = False) -> None:
     store = open_store(settings)
     current, manifests, damaged = store.current_id(), store.list(), store.damaged()
     if as_json:
-        objects = [as_object(manifest, current) for manifest in manifests]
-        objects += [{"id": name, "damaged": True} for name in damaged]
+        objects = [{**as_object(manifest, current), "damaged": False} for manifest in manifests]
+        objects += [{"id": name, "current": name == current, "damaged": True} for name in damaged]
         typer.echo(json.dumps(objects, indent=2, ensure_ascii=False))
         return
     from rich.console import Console

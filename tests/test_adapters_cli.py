@@ -85,7 +85,8 @@ def test_list_says_that_prune_deletes_a_damaged_adapter_only_where_it_does(store
     damaged = said({"0001", "0003.damaged", "0004", "0005"})
     assert damaged == {"0001": True, "0003.damaged": True, "0004": True, "0005": False}
     objects = json.loads(run("list", "--json"))
-    assert {one["id"] for one in objects if one.get("damaged")} == damaged.keys()
+    assert {one["id"] for one in objects if one["damaged"]} == damaged.keys()
+    assert not any(one["current"] for one in objects if one["damaged"])
     assert len(objects) == len(store.list()) + len(damaged)
     run("prune")
     assert set(store.damaged()) == {name for name, deleted in damaged.items() if not deleted}
