@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 # Generations of the log from which acceptance is computed, the newest: enough for a precision of 1 to 2%.
 NEWEST = 100
-# Answers of the init sample and their length in tokens: some 500 tokens, half a minute on a small machine.
+# Answers given now, where the log has none, and their length in tokens: some 500 tokens, half a minute on a small machine.
 ANSWERS, ANSWER_TOKENS = 8, 64
-# Default prompts of the init sample: short ones of several kinds.
+# Default prompts of these answers: short ones of several kinds.
 PROMPTS = (
     "Write a Python function that returns the largest number of a list.",
     "Tell me a short story about a fox and a river.",
@@ -55,10 +55,10 @@ PROMPTS = (
 def calibrate(
     settings: Settings,
     prompts: Annotated[
-        Optional[Path], typer.Option(help="Prompts of the init sample: JSON lines; then the log is not used.")
+        Optional[Path], typer.Option(help="Prompts to answer now: JSON lines; then the log is not used.")
     ] = None,
     answers: Annotated[
-        int, typer.Option(help=f"Answers of the init sample; at most {len(PROMPTS)} without --prompts.", min=1)
+        int, typer.Option(help=f"Answers to give if the log is not used; at most {len(PROMPTS)} without --prompts.", min=1)
     ] = ANSWERS,
     other_target: OtherTarget = None,
     other_draft: OtherDraft = None,
@@ -116,7 +116,7 @@ def calibrate(
             log, source = session.state.records, "the log"
             sample = read_sample(session.pair, log) if prompts is None and log.exists() else []
             if not sample:
-                log, source = Path(folder) / "records.db", "an init sample"
+                log, source = Path(folder) / "records.db", "answers given now"
                 with console.status(f"answering {len(asked[:answers])} prompts"):
                     answer_plainly(session.assistant, sampling, asked[:answers], log)
                 sample = read_sample(session.pair, log)

@@ -338,7 +338,7 @@ def test_killed_while_training_log_and_store_stay_valid_and_the_next_run_works(t
     assert store.usable(BASE)[0] == outcome.manifest
     print(
         f"killed while training: {len(store.list())} adapters, all whole; "
-        f"the next round published {outcome.manifest.id}"
+        f"the next run published {outcome.manifest.id}"
     )
 
 

@@ -74,7 +74,7 @@ PARTS = (
     _part("bandwidth", "bytes a second of a copy within the device", 5, bandwidth, beside=lambda s: 2 * s.copied),
     _part("greedy-float32", "greedy answers with drafts against the target alone", 30, greedy, "bundled float32"),
     _part("sampled", "sampled answers by chi-square, seeded ones token for token", 25, sampled),
-    _part("graphs", "recorded passes against eager ones, recorded once", 22, graphs, "bundled float32"),
+    _part("graphs", "captured passes against eager ones, captured once", 22, graphs, "bundled float32"),
     _part("swap", "an adapter swapped in mid-answer", 8, swap, "bundled float32"),
     _part("short-memory", "memory that is not there", 5, short_memory, "bundled float32"),
     _part("architectures", "small models of other architectures", 25, architectures),
