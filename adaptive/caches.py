@@ -16,7 +16,7 @@ from pathlib import Path
 
 from adaptive.engines.protocol import Engine, Memory, draft_sequence, sequences
 from adaptive.engines.protocol import Sequence as EngineSequence
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, first_line
 from adaptive.kept import LEAST, Kept, KeptCaches, Tensors
 from adaptive.types import Message
 
@@ -274,10 +274,16 @@ class Conversations:
         """Bytes of a token in both caches."""
         found = Conversation(self._target, self._draft, None, Opening.of("", (), ()))
         length = min(SAMPLE, self._target.context_length)
-        found.target.sequence.reserve(length)
-        if found.draft is not None:
-            found.draft.sequence.reserve(length)
-        return -(-found.nbytes // length)
+        texts = [text.sequence for text in (found.target, found.draft) if text is not None]
+        for sequence in texts:
+            sequence.reserve(length)
+        try:
+            for number, sequence in enumerate(texts):
+                if not sequence.memory.total:  # allocated by the first pass; a head reads states of the target's
+                    sequence.extend([0, 0][number:], 1)
+        except RuntimeError as error:
+            raise AdaptiveError(f"there is no memory for the caches of an answer ({first_line(error)})") from error
+        return max(1, -(-found.nbytes // length))
 
     def forget_drafts(self) -> None:
         """Empty all caches of the draft, because the draft has changed."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # Generations of the log from which acceptance is computed, the newest: enough for a precision of 1 to 2%.
 NEWEST = 100
-# Answers given now, where the log has none, and their length in tokens: some 500 tokens, half a minute on a small machine.
+# Answers given now, where the log has none, and their length in tokens: half a minute on a small machine.
 ANSWERS, ANSWER_TOKENS = 8, 64
 # Default prompts of these answers: short ones of several kinds.
 PROMPTS = (
@@ -58,7 +58,8 @@ def calibrate(
         Optional[Path], typer.Option(help="Prompts to answer now: JSON lines; then the log is not used.")
     ] = None,
     answers: Annotated[
-        int, typer.Option(help=f"Answers to give if the log is not used; at most {len(PROMPTS)} without --prompts.", min=1)
+        int,
+        typer.Option(help=f"Answers to give if the log is not used; at most {len(PROMPTS)} without --prompts.", min=1),
     ] = ANSWERS,
     other_target: OtherTarget = None,
     other_draft: OtherDraft = None,

@@ -13,11 +13,13 @@ from conftest import save_random_adapter
 from test_cpu_forward import CONFIGS, SIZES, made, text
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, PreTrainedModel
 
-from adaptive.assistant import Assistant
+from adaptive.answering import Answering, Question
+from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.confidence import CENTRES
 from adaptive.control.costs import LONGEST
 from adaptive.control.policy import FixedLength
 from adaptive.control.stopping import Stopping
+from adaptive.decoding.batch import Batch
 from adaptive.drafting.model import ModelDrafter, prepare, warm_up
 from adaptive.drafting.queued import Choice
 from adaptive.engines.cuda import operations
@@ -25,7 +27,7 @@ from adaptive.engines.cuda.forward import DTYPES, FAMILIES, ShortForward
 from adaptive.engines.cuda.linear import product
 from adaptive.engines.cuda.texts import Texts
 from adaptive.engines.hf import graphs
-from adaptive.engines.hf.cache import GROWTH
+from adaptive.engines.hf.cache import GROWTH, RollbackCache
 from adaptive.engines.hf.engine import TransformersEngine, TransformersSequence
 from adaptive.engines.hf.graphs import SIZES as TOKENS
 from adaptive.engines.load import Choice as ChosenForward
@@ -33,8 +35,9 @@ from adaptive.engines.load import Forward, beside_eagle
 from adaptive.engines.protocol import ExtendCall
 from adaptive.pair import load_pair
 from adaptive.sampling import LogitsProcessor
+from adaptive.service.slots import SLOTS, possible_slots, prepare_slots
 from adaptive.settings import load_settings
-from adaptive.types import SamplingParams, StopParams
+from adaptive.types import Message, SamplingParams, StopParams
 
 QUEUED = [
     SamplingParams(temperature=0.0),
@@ -178,9 +181,126 @@ def test_passes_over_several_texts_are_replayed(name: str, features: bool) -> No
             for texts in (ours, theirs):
                 texts[i].rollback(texts[i].length - turn % 2)
     assert passes.recordings == held
-    too_long = [ExtendCall(sequence, text(graphs.SHARED[-1] + 1), 1) for sequence in ours[:2]]
-    assert [len(logits) for logits in recorded.extend_together(too_long)] == [1, 1]
     assert (passes.replayed, passes.problem) == (len(turns), None)
+
+
+def test_only_what_is_too_long_for_a_pass_over_several_texts_has_another_one() -> None:
+    """Trees and pieces of prompts share an eager pass; a single longer piece has one of its own, which may be recorded.
+    More texts than a pass has are divided."""
+    recorded, plain = engines(made("llama").float())
+    passes = recorded.recorded
+    assert passes is not None
+    recorded.prepare_together(4, False)
+    recorded.sequence().prepare(100)
+    ours, theirs = ([engine.sequence() for _ in range(11)] for engine in (recorded, plain))
+    for number, pair in enumerate(zip(ours, theirs, strict=True)):
+        for sequence in pair:
+            sequence.extend(text(20 + number), 1)
+    for counts, replayed in (((1, 12, 2), 2), ((1, 1, 30), 1), ((12, 3, 20, 1), 1), ((2, 1, 2, 2, 1), 0)):
+        before = passes.replayed
+        calls = [
+            [ExtendCall(one, text(count), min(2, count)) for one, count in zip(texts, counts, strict=False)]
+            for texts in (ours, theirs)
+        ]
+        expected = [call.sequence.extend(call.tokens, call.rows) for call in calls[1]]
+        for one, other in zip(recorded.extend_together(calls[0]), expected, strict=True):
+            torch.testing.assert_close(one, other, **NEARLY)
+        assert passes.replayed - before == replayed
+    tree = [
+        ExtendCall(ours[0], text(4), 4, [-1, 0, 0, 1]),
+        ExtendCall(ours[1], text(1), 1),
+        ExtendCall(ours[2], text(2), 1),
+    ]
+    right = [
+        ExtendCall(theirs[0], text(4), 4, [-1, 0, 0, 1]),
+        ExtendCall(theirs[1], text(1), 1),
+        ExtendCall(theirs[2], text(2), 1),
+    ]
+    before = passes.replayed
+    for one, other in zip(recorded.extend_together(tree), plain.extend_together(right), strict=True):
+        torch.testing.assert_close(one, other, **NEARLY)
+    assert passes.replayed == before + 1
+
+
+def test_a_lack_of_memory_leaves_what_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library's own error counts as one. For a pass without room for its padding there is the eager one."""
+    recorded, plain = engines(made("llama").float())
+    one, other = recorded.sequence(), plain.sequence()
+    for sequence in (one, other):
+        sequence.prepare(100)
+        sequence.extend(text(20), 1)
+    passes = recorded.recorded
+    assert passes is not None
+    held, short = dict(passes.recordings), recorded.short
+
+    def full(*_: Any) -> None:
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling something")
+
+    monkeypatch.setattr(passes, "_new", full)
+    recorded.prepare_together(4, False)
+    assert (passes.recordings, passes.problem, recorded.short) == (held, None, short)
+    assert isinstance(one.cache, RollbackCache)
+    monkeypatch.setattr(RollbackCache, "capacity", property(lambda cache: cache.length + 3))
+    monkeypatch.setattr(one.cache, "reserve", full)
+    torch.testing.assert_close(one.extend(text(2), 2), other.extend(text(2), 2), **NEARLY)
+    assert passes.replayed == 1
+    torch.testing.assert_close(one.extend(text(3), 3), other.extend(text(3), 3), **NEARLY)
+    assert passes.replayed == 2
+    monkeypatch.setattr(RollbackCache, "capacity", property(lambda cache: cache.length + 2))
+    passes_before = passes.replayed
+    assert passes(text(3), 1, one.cache) is None
+    assert passes.replayed == passes_before
+
+
+def test_answers_at_once_over_recorded_passes_are_those_of_each_alone(prompts: list[str]) -> None:
+    pair = load_pair(load_settings({"dtype": "float32"}))
+    target, draft = pair.target, pair.draft
+    assert isinstance(target, TransformersEngine)
+    assert isinstance(draft, TransformersEngine)
+    target.cpu_forward = draft.cpu_forward = None
+    assistant = Assistant(pair, FixedLength(0), None, 500_000_000)
+    assert possible_slots(assistant, "auto") == (SLOTS, None)
+    said: list[list[list[int]]] = []
+    for record in (False, True):
+        if record:
+            target.record()
+            prepare_slots(assistant, 3)
+        batch, going = Batch(target, lambda: True), []
+        for prompt in prompts[:3]:
+            question = Question(
+                encode_chat(pair, (Message("user", prompt),)),
+                (),
+                "",
+                SamplingParams(temperature=0.0),
+                StopParams(24, ignore_eos=True),
+            )
+            going.append(assistant.begin(question))
+            going[-1].decoding.begin()
+            batch.join(going[-1].decoding)
+            if not record:  # each alone
+                run(batch, assistant, going[-1:])
+        if record:
+            run(batch, assistant, going)
+        said.append([one.decoding.output for one in going])
+    assert said[0] == said[1]
+    assert target.recorded is not None
+    assert target.recorded.problem is None
+    assert target.recorded.replayed > 10
+
+
+def run(batch: Batch, assistant: Assistant, going: list[Answering]) -> None:
+    """Decode these answers to their ends."""
+    left = list(going)
+    while left:
+        assert not batch.step()
+        for one in list(left):
+            for _ in one.decoding.show():
+                pass
+            if one.decoding.finish_reason is not None:
+                batch.leave(one.decoding)
+                one.decoding.end()
+                assistant.end(one)
+                left.remove(one)
 
 
 def test_passes_over_several_texts_that_are_wrong_are_not_used(

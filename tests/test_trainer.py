@@ -337,8 +337,7 @@ def test_killed_while_training_log_and_store_stay_valid_and_the_next_run_works(t
     assert outcome.manifest is not None
     assert store.usable(BASE)[0] == outcome.manifest
     print(
-        f"killed while training: {len(store.list())} adapters, all whole; "
-        f"the next run published {outcome.manifest.id}"
+        f"killed while training: {len(store.list())} adapters, all whole; the next run published {outcome.manifest.id}"
     )
 
 

@@ -102,6 +102,7 @@ class Batch:
         turns += [(d, d.prompt_turn(count)) for d, count in self._slices(rows)]
         began = own_clock()
         found = self._pass([turn.call for _, turn in turns])
+        _finish(found)
         seconds = own_clock() - began
         times = stretch(self.clock() - round_began, own_clock() - own_round_began)
         if rounds and rounds == len(turns) and not failed:
@@ -190,6 +191,12 @@ class Batch:
             except Exception as error:
                 found.append(error)
         return found
+
+
+def _finish(found: list[torch.Tensor | Exception]) -> None:
+    """Wait until a CUDA device has computed these logits, which are needed next anyway, so that their time is known."""
+    if (logits := next((one for one in found if isinstance(one, torch.Tensor)), None)) is not None and logits.is_cuda:
+        torch.cuda.current_stream(logits.device).synchronize()
 
 
 def _proposed(wanted: list[Wanted]) -> list[Proposed | Exception]:

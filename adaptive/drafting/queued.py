@@ -32,7 +32,7 @@ ON = 1
 LEAST_ROOM = 32
 # Kinds of choices kept for an engine, for answers with alternating sampling parameters. Too low: choices are made and
 # recorded again more often. Too high: memory, since each holds ``room`` distributions, some 20 MB at 150,000 tokens.
-KINDS = 4
+KINDS = 6
 # The result of a step: NOT_ASKED if the proposal had ended before it, else the bin of its confidence times ADVICES plus
 # the advice.
 NOT_ASKED, ADVICES = -1, 3

@@ -272,6 +272,8 @@ class RollbackCache(Cache):
             layer.use(buffers, capacity)
         self._hidden = hidden
         self._room = max(self._room, capacity)
+        if small:
+            self._lies = [], ()  # which would keep the old buffers
 
     def _grown(self, capacity: int) -> torch.Tensor | None:
         """A buffer for the hidden states of ``capacity`` tokens, with the present contents; None before the first
@@ -348,6 +350,7 @@ class RollbackCache(Cache):
             held = min(len(buffers.hidden), len(self._hidden))
             buffers.hidden[:held] = self._hidden[:held]
         self._hidden = buffers.hidden
+        self._lies = [], ()
 
     def advance(self, count: int) -> None:
         """Count ``count`` more tokens as held, which a recorded, joint or tree pass has written."""

@@ -9,9 +9,10 @@ Passes of our own forward find the keys of a text wherever they lie, of one text
 forward also have fixed addresses: those of one set of buffers per engine (the stage), which one cache at a time uses.
 A cache's keys are copied to the stage when an answer begins in it, and copied away when one begins in another cache.
 The model masks the keys beyond the text, as it does with transformers' static cache. In both cases the same recordings
-serve every conversation. Recording happens only while no answer is generated: ``ready`` is called when a model is
-loaded and before an answer's prompt. Passes without a recording are eager. Adapters that are merged in place keep the
-recordings valid. If adapters are hooks, the passes are recorded again before the next answer.
+serve every conversation. Nothing is recorded within an answer: ``ready`` is called when a model is loaded and before an
+answer's prompt (while others may be decoded), ``ready_together`` when a server starts. Passes without a recording are
+eager. Adapters that are merged in place keep the recordings valid. If adapters are hooks, the passes are recorded again
+before the next answer.
 """
 
 from __future__ import annotations
@@ -38,17 +39,19 @@ SIZES = (1, 2, 3, 5, 9, 17)
 # fed: these sizes are recorded without the choice.
 CHOSEN = SIZES[:2]
 # The most texts of a recorded pass, and the sizes, in tokens of each text, of passes over several. More: seconds more
-# of recording. Fewer: passes over several texts are eager, which takes four times as long (of a 7B model on an H200).
+# of recording. Fewer: more of these passes are eager, which takes some ten times as long (a 7B model on an H200).
 MOST_TEXTS, SHARED = 8, SIZES[:5]
 # The fewest keys that a recording of a model's own forward reads; longer texts double the number, so attention reads at
 # most twice what it needs. Too low: longer answers need new recordings sooner. Too high: unneeded keys are read; at
 # this value they take some 1% of the time for reading a 7B model's weights.
 LEAST_KEYS = 2048
 # Choosers whose recordings are kept; the same number as ``KINDS`` in ``drafting/queued.py``, which makes the choosers.
-CHOOSERS = 4
+CHOOSERS = 6
 # The largest distance of a recorded pass's logits from the eager pass's, as a share of their norm. Two ways of
 # computing in bfloat16 differ by about 0.01; a pass that reads the wrong place or text differs by about 1.
 NEAR = 0.05
+# What errors say if the device has no memory left and they are not torch's own.
+NO_MEMORY = ("out of memory", "ALLOC_FAILED")
 # Tokens of the text on which recordings are tested if the cache is empty. At most ``SIZES[-1]``, for which a head has
 # room for features (``HeadPasses``).
 LEAD = 16
@@ -93,6 +96,11 @@ class RecordedPasses:
             return None
         return self._replay(which, [tokens], [cache])[0][len(tokens) - rows :]
 
+    @property
+    def shares(self) -> bool:
+        """Whether any passes over several texts are recorded."""
+        return any(which.texts > 1 for which in self.recordings)
+
     def together(self, tokens: Sequence[torch.Tensor], caches: Sequence[RollbackCache]) -> list[torch.Tensor] | None:
         """Append tokens (n,) to each of several caches by one recorded pass. Returns logits (n, vocab) of each, or None
         if there is no such recording, as ``__call__`` does."""
@@ -114,8 +122,14 @@ class RecordedPasses:
         which = Which(size, 0, self._hooks, chooser, len(caches), caches[0].keeps)
         if which not in self.recordings or any(cache.keeps != which.keeps for cache in caches):
             return None
-        for cache, end in zip(caches, ends, strict=True):
-            cache.ensure_capacity(end)
+        if chooser is not None and chooser is not self._choosers[-1]:
+            self._use(chooser)
+        try:
+            for cache, end in zip(caches, ends, strict=True):
+                if cache.capacity < end:
+                    cache.reserve(end)
+        except RuntimeError:  # no memory for what a pass is padded with
+            return None
         return which
 
     def _on_stage(self, size: int, caches: Sequence[RollbackCache], chooser: Chooser | None) -> Which | None:
@@ -141,7 +155,7 @@ class RecordedPasses:
         there is one; passes of the model's own forward move the cache to the stage. Call it before an answer: it takes
         a second if passes of this kind were never recorded."""
         if chooser is not None:
-            self._choosers = [*(one for one in self._choosers if one is not chooser), chooser][-CHOOSERS:]
+            self._use(chooser)
         self.recordings = {which: one for which, one in self.recordings.items() if self._keeps(which)}
         while self.problem is None:
             short = self.engine.short
@@ -154,24 +168,38 @@ class RecordedPasses:
             if short is self.engine.short:  # else it cannot be used, and what it had recorded is dropped
                 return
 
+    def _use(self, chooser: Chooser) -> None:
+        """Note that this chooser is used, so that its recordings are the last to be dropped."""
+        self._choosers = [*(one for one in self._choosers if one is not chooser), chooser][-CHOOSERS:]
+
     @torch.inference_mode()
     def ready_together(self, texts: int, keeps: bool) -> None:
         """Record the passes over 2 to ``texts`` texts, whose caches keep hidden states if ``keeps``. Only our forward
         makes them. Takes some tenths of a second for each; call it when the model has been loaded."""
         if self.engine.short is None or self.problem is not None:
             return
-        config = self.engine.model.config.get_text_config()
-        two = [RollbackCache(config, keeps) for _ in range(2)]
+        texts = min(texts, MOST_TEXTS)
+        logger.info("passes of %s over up to %d texts are prepared", self._name, texts)
         try:
-            for number, cache in enumerate(two):
-                self.engine.eager(self._tokens(LEAD - 3 * number), 1, cache)
-            for count in range(2, min(texts, MOST_TEXTS) + 1):
-                for size in SHARED:
-                    which = Which(size, 0, self._hooks, None, count, keeps)
+            two = self._two(keeps)
+            for size in SHARED:
+                tokens = [self._tokens(size, 3 + cache.length) for cache in two]
+                right = [self._eager(some, cache) for some, cache in zip(tokens, two, strict=True)]
+                for count in range(2, texts + 1):
+                    which, order = Which(size, 0, self._hooks, None, count, keeps), [i % 2 for i in range(count)]
                     if which not in self.recordings and not self._apart:
-                        self._record(which, [two[number % 2] for number in range(count)])
-        except torch.OutOfMemoryError as error:
+                        expected = torch.cat([right[i] for i in order])
+                        self._prove(which, [two[i] for i in order], [tokens[i] for i in order], expected)
+        except (AdaptiveError, RuntimeError) as error:
             logger.warning("--cuda-graphs: %s over several texts stays eager: %s", self._name, first_line(error))
+
+    def _two(self, keeps: bool) -> list[RollbackCache]:
+        """Two caches with room for a pass, which hold different numbers of test tokens."""
+        two = [RollbackCache(self.engine.model.config.get_text_config(), keeps) for _ in range(2)]
+        for number, cache in enumerate(two):
+            cache.reserve(LEAD + SIZES[-1])
+            self.engine.eager(self._tokens(LEAD - 3 * number), 1, cache)
+        return two
 
     def _record_missing(self, keys: int, cache: RollbackCache, chooser: Chooser | None) -> None:
         """Record the passes that are missing, until one shows that our forward cannot be used."""
@@ -180,7 +208,7 @@ class RecordedPasses:
             chosen = chooser if size in CHOSEN else None
             which = Which(size, keys, self._hooks, chosen, keeps=cache.keeps)
             if which not in self.recordings and self.problem is None and short is self.engine.short:
-                self._record(which, [cache])
+                self._record(which, cache)
 
     def _keeps(self, which: Which) -> bool:
         """Whether a recording may be used again."""
@@ -235,24 +263,21 @@ class RecordedPasses:
         """Fill an empty cache with test tokens."""
         self.engine.eager(self._tokens(LEAD), 1, cache)
 
-    def _record(self, which: Which, caches: Sequence[RollbackCache]) -> None:
-        """Record a pass over texts in these caches (one may stand for several texts), and keep it if its logits are
-        those of eager passes. Otherwise drop what was to be recorded. The caches' lengths stay."""
-        held = [cache.length for cache in caches]
+    def _record(self, which: Which, cache: RollbackCache) -> None:
+        """Record a pass over one text, and keep it if its logits after the held tokens are those of the eager pass.
+        Otherwise drop what was to be recorded. The cache's length stays."""
+        held = cache.length
         most = min(which.keys or self.engine.context_length, self.engine.context_length)
-        if max(held) + which.size > most:
+        if held + which.size > most:
             return
         try:
-            for cache in caches:
-                if not cache.length:
-                    self._lead(cache)
-                cache.ensure_capacity(cache.length + which.size)
-            tokens = {cache: self._tokens(which.size, 3 + cache.length) for cache in caches}
-            right = {cache: self._eager(some, cache) for cache, some in tokens.items()}
-            self._prove(which, caches, [tokens[cache] for cache in caches], torch.cat([right[c] for c in caches]))
+            if not held:
+                self._lead(cache)
+            cache.reserve(cache.length + which.size)
+            tokens = self._tokens(which.size, 3)
+            self._prove(which, [cache], [tokens], self._eager(tokens, cache))
         finally:
-            for cache, length in zip(caches, held, strict=True):
-                cache.rollback(length)
+            cache.rollback(held)
 
     def _eager(self, tokens: torch.Tensor, cache: RollbackCache) -> torch.Tensor:
         """The eager pass's logits, float32, of tokens that are not kept."""
@@ -291,9 +316,9 @@ class RecordedPasses:
             apart = (found - expected).masked_fill(never & (found == -torch.inf), 0.0)
             gap = float(apart.norm() / expected.masked_fill(never, 0.0).norm())
             same = chooser is None or _chooses_alike(chooser, found[-1:])
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # Triton's compilers raise many kinds
+            if _lacks_memory(error):
+                raise torch.OutOfMemoryError(first_line(error)) from error
             problem = f"{type(error).__name__}: {first_line(error)}"
         else:
             if gap < NEAR and same:
@@ -309,6 +334,7 @@ class RecordedPasses:
         if which.texts > 1:
             logger.warning("--cuda-graphs: passes of %s over several texts stay eager: %s", self._name, problem)
             self._apart = True
+            self.recordings = {which: one for which, one in self.recordings.items() if which.texts == 1}
         elif self.engine.short is None or not same:
             logger.warning("--cuda-graphs: passes of %s stay eager: %s", self._name, problem)
             self.problem = problem
@@ -316,6 +342,11 @@ class RecordedPasses:
             logger.warning("--cuda-graphs: %s is recorded by its own forward: %s", self._name, problem)
             self.engine.short = None
             self.recordings.clear()
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Whether an error says that the device has no memory left: torch's own, a library's or a compiler's."""
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY)
 
 
 def _chooses_alike(chooser: Chooser, logits: torch.Tensor) -> bool:

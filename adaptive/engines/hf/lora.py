@@ -117,14 +117,15 @@ class MergedAdapter:
             for block in _blocks(self._merged | frozenset(inside)):
                 self._merge(block, inside)
                 yield
+            for name, delta in beside.items():
+                hook = _beside(delta, self._weight(name).device)
+                self._hooks[name] = self._modules[name].register_forward_hook(hook)
         except BaseException as error:  # out of memory, or interrupted: never leave a part of an adapter merged
+            self._tell(unhooked | self._unhook())
             self._merge(self._merged, {})
             if isinstance(error, (RuntimeError, MemoryError)):
                 raise AdaptiveError(f"adapter {folder} could not be merged ({first_line(error)})") from error
             raise
-        for name, delta in beside.items():
-            module = self._modules[name]
-            self._hooks[name] = module.register_forward_hook(_beside(delta, self._weight(name).device))
         self.active = folder
         self._tell(unhooked | frozenset(beside))
 

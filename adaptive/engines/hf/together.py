@@ -15,14 +15,15 @@ from adaptive.engines.checkpoints import REMEMBER_BEFORE
 from adaptive.engines.cpu import joint as cpu_joint
 from adaptive.engines.cpu.forward import CpuForward
 from adaptive.engines.hf import joint as hf_joint
-from adaptive.engines.hf.graphs import RecordedPasses
+from adaptive.engines.hf.cache import RollbackCache
+from adaptive.engines.hf.graphs import MOST_TEXTS, SHARED, RecordedPasses
 from adaptive.engines.protocol import ExtendCall, ProposalCall, Proposed, Sequence, distinct, one_after_another
 from adaptive.engines.tree import NO_TREE
 from adaptive.tokens import Rows, as_tensor, moved
 
 
 class Combines(hf_joint.Runs, Protocol):
-    """An engine whose passes may be combined. ``recorded``: its recorded passes, which are over one sequence."""
+    """An engine whose passes may be combined. ``recorded``: its recorded passes."""
 
     vocab_size: int
     cpu_forward: CpuForward | None
@@ -32,6 +33,9 @@ class Combines(hf_joint.Runs, Protocol):
     @property
     def apart(self) -> bool:
         """Whether a pass of the model's own forward can extend only one sequence."""
+
+    def forward(self, tokens: torch.Tensor, rows: int, cache: RollbackCache) -> torch.Tensor:
+        """Append tokens (n,) to the cache in one pass. Returns logits (rows, vocab) of the last ones."""
 
 
 class Together:
@@ -92,8 +96,7 @@ class Together:
         rows, engine = [call.rows for call in calls], self.engine
         if engine.cpu_forward is None:
             given = [moved(as_tensor(call.tokens), engine.device) for call in calls]
-            parts = list(map(hf_joint.Part, given, rows, caches, trees))
-            logits = self._replayed(parts) or hf_joint.extend_together(engine, parts)
+            logits = self._by_parts(list(map(hf_joint.Part, given, rows, caches, trees)))
         else:
             listed = [c.tokens if isinstance(c.tokens, list) else c.tokens.tolist() for c in calls]
             own = list(map(cpu_joint.Part, listed, rows, caches, trees))
@@ -103,16 +106,28 @@ class Together:
         return logits
 
     @torch.inference_mode()
-    def _replayed(self, parts: Several[hf_joint.Part]) -> list[torch.Tensor] | None:
-        """The logits (rows, vocab) of each part by a recorded pass, which the engine's next pass overwrites; None if
-        none is recorded for them."""
+    def _by_parts(self, parts: list[hf_joint.Part]) -> list[torch.Tensor]:
+        """The logits (rows, vocab) of each part: in one pass, or, where passes over several texts are recorded, in
+        recorded passes over the short parts, and one over the rest (trees, pieces of prompts)."""
         recorded = self.engine.recorded
-        if recorded is None or any(part.tree is not None for part in parts):
-            return None
-        found = recorded.together([part.tokens for part in parts], [part.cache for part in parts])
-        if found is None:
-            return None
-        return [logits[len(logits) - part.rows :] for logits, part in zip(found, parts, strict=True)]
+        if recorded is None or not recorded.shares:
+            return hf_joint.extend_together(self.engine, parts)
+        short = [part for part in parts if part.tree is None and len(part.tokens) <= SHARED[-1]]
+        rest = [part for part in parts if not any(part is one for one in short)]
+        found: dict[int, torch.Tensor] = {}
+        for first in range(0, len(short), MOST_TEXTS):
+            some = short[first : first + MOST_TEXTS]
+            logits = recorded.together([part.tokens for part in some], [part.cache for part in some])
+            if logits is None:
+                rest += some
+                continue
+            rows = (one[len(one) - part.rows :] for one, part in zip(logits, some, strict=True))
+            found |= {id(part): one.clone() for part, one in zip(some, rows, strict=True)}  # the next pass overwrites
+        if len(rest) == 1 and rest[0].tree is None:
+            found[id(rest[0])] = self.engine.forward(rest[0].tokens, rest[0].rows, rest[0].cache)
+        elif rest:
+            found |= dict(zip(map(id, rest), hf_joint.extend_together(self.engine, rest), strict=True))
+        return [found[id(part)] for part in parts]
 
     def propose(self, calls: Several[tuple[Sequence, ProposalCall]]) -> list[Proposed]:
         """Make several proposals; see ``ProposesTogether``."""
