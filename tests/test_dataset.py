@@ -22,6 +22,7 @@ from trainers.dataset import (
     from_rows,
     gate_share,
     loop_start,
+    prompt_key,
     read_log,
     repeated_ngrams,
     row,
@@ -49,6 +50,29 @@ def test_no_prompt_is_ever_on_two_sides_and_sides_never_change(tmp_path: Path, s
     parts = split(large)
     assert len(parts.train) + len(parts.validation) + len(parts.gate) == 160
     assert fold("  What is\n2+2? ") == fold("what is 2+2?")
+
+
+def raw(text: str, ids: np.ndarray) -> Generation:
+    """An answer to a raw prompt; without its text, as some programs send it, if ``text`` is empty."""
+    return replace(generation("", ids, np.arange(1, 30), SamplingParams()), messages=(), prompt_text=text)
+
+
+def test_a_line_that_is_being_typed_is_one_prompt(tmp_path: Path) -> None:
+    before, line = "import os\n\n\ndef main() -> None:\n", "    print(os.getcwd())"
+    said = [raw(before + line[:end], np.arange(9)) for end in range(len(line) + 1)]
+    said += [raw(before + line + "\n" + line[:end], np.arange(9)) for end in range(5)]
+    rows = read_log(write_log(tmp_path / "r.db", said), 1000)
+    assert len(rows) == len(line) + 6
+    assert len(set(rows["fold"])) == 2
+
+
+def test_other_raw_prompts_are_told_apart_by_all_of_their_text() -> None:
+    ids = np.arange(9)
+    template = "You are a knight.\nUser: {}\nAssistant:\n"
+    for one, other in (("2 + 2 =", "2 + 3 ="), (template.format("Hello"), template.format("Farewell"))):
+        assert prompt_key(raw(one, ids)) != prompt_key(raw(other, ids))
+    assert prompt_key(raw("\n2 + 2", ids)) != prompt_key(raw("\n2 + 3", ids))
+    assert prompt_key(raw("", ids)) != prompt_key(raw("", ids[:8]))
 
 
 @pytest.mark.parametrize(("generations", "share"), [(40, 0.35), (120, 0.3), (1000, 0.2)])

@@ -23,12 +23,13 @@ from adaptive.sampling import transform_logits
 from adaptive.types import Generation, SamplingParams
 from checkpoints.store import AdapterStore
 from trainers.batches import PASS_LOGITS, longest_output, longest_text
-from trainers.dataset import examples, held, read_log, split
+from trainers.dataset import Stopped, TooLittleError, examples, held, read_log, split
 from trainers.fit import fit
 from trainers.heads import head_losses, replay_head
 from trainers.recipe import Recipe
 from trainers.replay import acceptance_rate, mean_acceptance_length
 from trainers.run import distill
+from trainers.sets import gather
 from trainers.start import start_from
 from trainers.students import AdaptedHead, HeadStudent, Student
 
@@ -148,6 +149,56 @@ def test_an_interrupted_run_is_gone_on_with(tmp_path: Path, spoken: list[Generat
     assert steps[0] > 1
     assert any("going on with the run that was interrupted" in note for note in again.notes)
     assert not again.stopped
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_an_interrupted_run_whose_hidden_states_are_gone_is_given_up(
+    tmp_path: Path, spoken: list[Generation], more: bool
+) -> None:
+    """If enough was said since, a new run begins with that."""
+    spool, head, store = keep(tmp_path, spoken), new_head(tmp_path), AdapterStore(tmp_path / "adapters")
+    log, state, seen, short = tmp_path / "records.db", tmp_path / "state", [0], replace(SHORT, epochs=2, evaluations=8)
+    first = distill(
+        log, store, BASE, head, short, lambda at: seen.append(at.step), lambda: seen[-1] >= 2, spool=spool, state=state
+    )
+    assert first.stopped
+    assert state.exists()
+    for number in range(1, 95):
+        (spool.folder / f"{number}.safetensors").unlink()
+    if not more:
+        with pytest.raises(TooLittleError, match="where hidden states were kept, has 6 usable answers"):
+            distill(log, store, BASE, new_head(tmp_path), short, spool=spool, state=state)
+        assert not state.exists()
+        return
+    keep(tmp_path, speak(target(), 100, SamplingParams(temperature=0.7), seed=1))
+    steps: list[int] = []
+    again = distill(
+        log, store, BASE, new_head(tmp_path), short, lambda at: steps.append(at.step), spool=spool, state=state
+    )
+    assert steps[0] == 1
+    assert not again.notes
+    assert again.until == 200
+    assert again.verdict is not None
+
+
+def test_reading_hidden_states_stops_between_two_answers(tmp_path: Path, spoken: list[Generation]) -> None:
+    spool, asked = keep(tmp_path, spoken), [0]
+
+    def stop_after(number: int) -> bool:
+        asked[0] += 1
+        return asked[0] > number
+
+    def read(stop: int) -> int:
+        asked[0] = 0
+        sets, _ = gather(
+            tmp_path / "records.db", None, None, SHORT, BASE, 64, None, spool, should_stop=lambda: stop_after(stop)
+        )
+        return len(sets.validation) + len(sets.gate)
+
+    answers = read(stop=1000)
+    assert asked[0] >= answers > 10
+    with pytest.raises(Stopped):
+        read(stop=asked[0] - 1)
 
 
 def test_chat_messages_teach_no_head(tmp_path: Path, spoken: list[Generation]) -> None:

@@ -55,6 +55,23 @@ torch.set_num_threads(1)
 round_in(Path(sys.argv[1]), LONGER)
 """
 
+ONE_IS_STOPPED = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_trainer import BASE, SHORT, small_draft
+from checkpoints.store import AdapterStore
+from trainers import processes
+from trainers.run import distill
+processes.join("cpu")
+folder = Path(sys.argv[1])
+store = AdapterStore(folder / "adapters")
+outcome = distill(folder / "records.db", store, BASE, small_draft(), SHORT, should_stop=lambda: not processes.first())
+if processes.first():
+    print(json.dumps({"stopped": outcome.stopped, "steps": outcome.steps}))
+processes.leave()
+"""
+
 
 def round_in(folder: Path, recipe: Recipe) -> DistillOutcome:
     """Run one resumable round on the log in ``folder``."""
@@ -176,6 +193,14 @@ def test_two_processes_are_as_good_as_one_also_after_a_kill(tmp_path: Path, own_
     assert interval["low"] <= together["recent"]["acceptance_after"]["mean"] <= interval["high"]
     # Only one process writes: the two runs left one adapter each.
     assert len(AdapterStore(state.adapters).list()) == 2
+
+
+@pytest.mark.thorough
+def test_one_process_that_is_stopped_while_it_reads_stops_all(tmp_path: Path, spoken: list[Generation]) -> None:
+    write_log(tmp_path / "records.db", spoken)
+    (tmp_path / "stopped.py").write_text(ONE_IS_STOPPED)
+    arguments = [str(tmp_path / "stopped.py"), str(tmp_path), str(Path(__file__).parent)]
+    assert ran([*TWO[:-2], *arguments]) == {"stopped": True, "steps": 0}
 
 
 @pytest.mark.thorough

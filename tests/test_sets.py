@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from store_factory import NEW, write
 from test_trainer import BASE, SHORT, VOCAB, generation, small_draft, write_log
 
@@ -17,10 +19,10 @@ from adaptive.errors import AdaptiveError
 from adaptive.types import Generation, SamplingParams
 from checkpoints.manifest import Manifest, TrainedOn
 from checkpoints.store import AdapterStore
-from trainers.dataset import fold
+from trainers.dataset import ROWS, Stopped, fold, from_rows, row
 from trainers.gate import MIN_GENERATIONS, MIN_POSITIONS
 from trainers.run import distill
-from trainers.sets import MOST_OF_ONE, MOST_RECENT, Sets, gather
+from trainers.sets import MOST_OF_ONE, MOST_RECENT, MOST_VALIDATION, Sets, _digest, gather
 
 
 def questions(number: int, within: Callable[[float], bool], name: str = "task") -> list[str]:
@@ -32,8 +34,14 @@ def gate(number: int, name: str = "task") -> list[str]:
     return questions(number, lambda at: at < 0.2, name)
 
 
+def choosing(number: int, name: str = "task") -> list[str]:
+    """Questions whose answers choose the weights."""
+    return questions(number, lambda at: 0.2 <= at < 0.3, name)
+
+
 # Enough to train on and to choose weights by, none of it for the gate.
-OTHERS = [*questions(2, lambda at: 0.2 <= at < 0.3), *questions(20, lambda at: at >= 0.5)]
+TRAINED_ON = questions(20, lambda at: at >= 0.5)
+OTHERS = [*choosing(2), *TRAINED_ON]
 
 
 def answers(asked: list[str], steps: int, tokens: int, seed: int = 0) -> list[Generation]:
@@ -87,3 +95,63 @@ def test_new_answers_of_few_tasks_are_judged_together_with_the_old(tmp_path: Pat
     sets = gathered(tmp_path, old + answers(gate(tasks, "new task"), MOST_OF_ONE, 40, seed=1), in_use)
     assert bool(sets.older) == apart
     assert len(sets.gate) == 20 + tasks * MOST_OF_ONE
+
+
+def test_the_weights_are_chosen_by_many_tasks_and_of_each_the_newest_steps(tmp_path: Path) -> None:
+    tasks = choosing(MOST_VALIDATION // MOST_OF_ONE)
+    others = answers(TRAINED_ON, 1, 40) + answers(gate(20), 1, 40)
+    sets = gathered(tmp_path, others + answers(tasks, MOST_VALIDATION, 40))
+    assert Counter(e.fold for e in sets.validation) == {fold(task): MOST_OF_ONE for task in tasks}
+    assert [e.id for e in sets.validation] == sorted(e.id for e in sets.validation)
+    assert all((e.id - len(others) - 1) % MOST_VALIDATION >= MOST_VALIDATION - MOST_OF_ONE for e in sets.validation)
+
+
+def test_one_task_with_many_steps_is_too_few_prompts_to_choose_weights_by(tmp_path: Path) -> None:
+    others = answers(TRAINED_ON, 1, 40) + answers(gate(20), 1, 40)
+    with pytest.raises(AdaptiveError, match=r"8 to choose weights by, of 1 prompt, and .*about \d+ more"):
+        gathered(tmp_path, others + answers(choosing(1), 20, 40))
+    assert len(gathered(tmp_path, answers(choosing(2)[1:], 1, 40)).validation) == MOST_OF_ONE + 1
+
+
+def test_an_answer_that_was_said_twice_chooses_the_weights_once(tmp_path: Path) -> None:
+    said = answers(OTHERS, 1, 40) + answers(gate(20), 1, 40)
+    assert len(gathered(tmp_path, said * 3).validation) == 2
+
+
+def test_another_split_of_the_same_records_is_another_run() -> None:
+    def rows(*numbers: int, key: str = "a") -> Dataset:
+        tokens = np.arange(9, dtype=np.int32)
+        return from_rows(row(n, f"{key} {n}", "", tokens, tokens, SamplingParams(), None, False) for n in numbers)
+
+    before = _digest(rows(1, 2), rows(3))
+    assert before == _digest(rows(1, 2), rows(3))
+    assert before != _digest(rows(1), rows(2, 3))
+    assert before != _digest(rows(1, 2), rows(3, key="b"))
+
+
+def test_a_run_that_is_stopped_while_it_reads_ends_at_once(tmp_path: Path) -> None:
+    said = answers(OTHERS, 5, 40) + answers(gate(20), 5, 40)
+    log = write_log(tmp_path / "records.db", said)
+    asked = 0
+
+    def stop_at(number: int) -> bool:
+        nonlocal asked
+        asked += 1
+        return asked == number
+
+    def read(stop: int) -> Sets:
+        nonlocal asked
+        asked = 0
+        return gather(log, None, None, SHORT, BASE, 128, None, should_stop=lambda: stop_at(stop))[0]
+
+    read(stop=0)
+    all_asked = asked
+    assert all_asked >= 2 * math.ceil(len(said) / ROWS), "once a page from the log, and once as examples"
+    for number in range(1, all_asked + 1):
+        with pytest.raises(Stopped):
+            read(stop=number)
+        assert asked == number
+    few = write_log(tmp_path / "few.db", answers(gate(1), 1, 40))
+    outcome = distill(few, AdapterStore(tmp_path / "adapters"), BASE, small_draft(), SHORT, should_stop=lambda: True)
+    assert outcome.stopped, "nothing was read, so nobody knows that it is too little"
+    assert outcome.manifest is None

@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from adaptive.types import SamplingParams
 from checkpoints.store import AdapterStore
 from trainers.batches import PASS_LOGITS, PASS_TOKENS, collate, longest_output, longest_text
-from trainers.dataset import Example
+from trainers.dataset import Example, TooLittleError
+from trainers.fit import fit
 from trainers.run import _streak, distill
 from trainers.sets import gather
 
@@ -74,3 +75,8 @@ def test_memory_does_not_grow_with_what_was_said() -> None:
         1, "", np.zeros(9000, np.int32), np.zeros(longest_output(model), np.int32), SamplingParams(), False, None
     )
     assert collate([example], longest_text(model), torch.device("cpu")).ids.shape == (1, PASS_TOKENS)
+
+
+def test_without_a_record_nothing_is_trained() -> None:
+    with pytest.raises(TooLittleError, match="no record to train on"):
+        fit(small_draft(), [], lambda: 1.0, SHORT)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,9 @@ from adaptive.types import LIKELIEST_PROPOSED, Generation, SamplingParams, Super
 if TYPE_CHECKING:
     from adaptive.records.log import Log
 
-# Rows that are put into columns at a time.
+Item = TypeVar("Item")
+
+# Rows that are put into columns at a time, and read between two questions whether to stop.
 ROWS = 64
 
 FEATURES = Features(
@@ -83,6 +85,10 @@ class Spooled:
     def read(self) -> HiddenStates | None:
         """The features; None where the spool no longer has them."""
         return self.spool.read(self.number, self.tokens)
+
+
+class Stopped(Exception):  # noqa: N818 - a request, not an error
+    """``should_stop`` returned True while many generations were read or replayed."""
 
 
 class TooLittleError(AdaptiveError):
@@ -188,12 +194,15 @@ def fold(key: str) -> float:
 def prompt_key(generation: Generation) -> str:
     """The text that identifies a prompt: the last user message of a chat, or the text or ids of a raw prompt.
 
-    Earlier turns are ignored, so that a question that is repeated later or after a greeting falls into the same set.
+    Earlier turns are ignored, so that a question that is repeated later or after a greeting falls into the same set. Of
+    a raw text the last line is ignored if it is not complete: an editor asks again after every few keystrokes, and
+    nearly equal requests would otherwise be in training, validation and gate. A template ends its last line.
     """
     for message in reversed(generation.messages):
         if message.role == "user":
             return message.content
-    return generation.prompt_text or " ".join(map(str, generation.prompt.tolist()))
+    text = generation.prompt_text
+    return text[: text.rfind("\n") + 1].strip() or text or " ".join(map(str, generation.prompt.tolist()))
 
 
 def row(
@@ -253,11 +262,26 @@ def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(ends, mask=without), pa.array(flat, kind.value_type))
 
 
-def read_log(log: Path, size: int, until: int | None = None, damaged: set[int] | None = None) -> Dataset:
+def unless_stopped(items: Iterable[Item], should_stop: Callable[[], bool] | None) -> Iterator[Item]:
+    """``items`` as they are. Raises Stopped if ``should_stop``, asked before each ROWS of them, returns True."""
+    for number, item in enumerate(items):
+        if number % ROWS == 0 and should_stop is not None and should_stop():
+            raise Stopped
+        yield item
+
+
+def read_log(
+    log: Path,
+    size: int,
+    until: int | None = None,
+    damaged: set[int] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Dataset:
     """The newest ``size`` generations of the log (the supervision buffer of a run), oldest first.
 
     Left out are generations after id ``until``, those with fewer than two output tokens before a loop, and damaged
-    ones, whose ids are added to ``damaged``. Raises TooLittleError where there is no log.
+    ones, whose ids are added to ``damaged``. Raises TooLittleError where there is no log, and Stopped when
+    ``should_stop`` returns True.
     """
     from adaptive.records.log import Log
 
@@ -267,7 +291,8 @@ def read_log(log: Path, size: int, until: int | None = None, damaged: set[int] |
             "`adaptive generate` first, or train from a file with --data"
         )
     with Log(log) as reader:
-        found = from_rows(r for r in _rows(reader, size, until) if len(r["output"]) >= 2 and len(r["prompt"]))
+        rows = unless_stopped(_rows(reader, size, until), should_stop)
+        found = from_rows(r for r in rows if len(r["output"]) >= 2 and len(r["prompt"]))
         if damaged is not None:
             damaged.update(reader.damaged)
     return found
@@ -316,14 +341,19 @@ def split(dataset: Dataset, first: bool = False) -> Split:
     )
 
 
-def examples(dataset: Dataset, longest: int, spool: FeatureSpool | None = None) -> list[Example]:
+def examples(
+    dataset: Dataset,
+    longest: int,
+    spool: FeatureSpool | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> list[Example]:
     """All rows as numpy arrays, with outputs cut to ``longest`` tokens (``batches.longest_output``). With a ``spool``,
-    only the rows whose features it has."""
-    return list(_examples(dataset.with_format("numpy"), longest, spool))
+    only the rows whose features it has. Raises Stopped when ``should_stop`` returns True."""
+    return list(_examples(unless_stopped(dataset.with_format("numpy"), should_stop), longest, spool))
 
 
-def _examples(dataset: Dataset, longest: int, spool: FeatureSpool | None) -> Iterator[Example]:
-    for r in dataset:
+def _examples(rows: Iterable[dict[str, Any]], longest: int, spool: FeatureSpool | None) -> Iterator[Example]:
+    for r in rows:
         features = None
         if spool is not None:
             features = Spooled(spool, int(r["id"]), str(r["tokens"]))
@@ -352,14 +382,17 @@ def _examples(dataset: Dataset, longest: int, spool: FeatureSpool | None) -> Ite
         yield whole.shortened(longest)
 
 
-def held(given: Sequence[Example]) -> list[Example]:
+def held(given: Sequence[Example], should_stop: Callable[[], bool] | None = None) -> list[Example]:
     """The examples whose features can be read and cover the output, with these loaded into memory, so that every
-    evaluation uses the same examples. Examples without features are kept."""
+    evaluation uses the same examples. Examples without features are kept. Raises Stopped if ``should_stop``, asked
+    before features are read, returns True."""
     found = []
     for example in given:
         if example.features is None:
             found.append(example)
             continue
+        if should_stop is not None and should_stop():
+            raise Stopped
         features = example.states()
         if features is not None and example.covered(features):
             found.append(replace(example, features=features))

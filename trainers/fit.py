@@ -20,7 +20,7 @@ from peft import PeftModel
 
 from adaptive.engines.head.module import Head
 from trainers import processes
-from trainers.dataset import Example
+from trainers.dataset import Example, TooLittleError
 from trainers.lora import AdapterState
 from trainers.recipe import Recipe
 from trainers.replay import Stopped
@@ -91,8 +91,10 @@ def fit(
     ``state``, the run is saved at each evaluation, every SAVED_EVERY_S seconds and when it is stopped. If the state
     holds an interrupted run, training continues from there. ``own`` is text of the draft itself
     (``trainers.rehearsal``), of which ``recipe.rehearsed`` join each batch. ``clock`` measures the seconds of
-    training.
+    training. Raises TooLittleError if ``train`` is empty.
     """
+    if not train:
+        raise TooLittleError("there is no record to train on")
     stop = should_stop or (lambda: False)
     student = student_of(model, recipe) if isinstance(model, torch.nn.Module) else model
     weights = [p for p in student.module.parameters() if p.requires_grad]
@@ -194,10 +196,11 @@ def _rehearsed(own: Sequence[Example], recipe: Recipe) -> Iterator[list[Example]
 
 
 def _batches(train: Sequence[Example], size: int, seed: int) -> Iterator[list[Example]]:
-    """Endless batches in seeded random order; within a window of 8 batches, similar lengths are grouped."""
+    """Endless batches in seeded random order; within a window of 8 batches, similar lengths are grouped. None if
+    ``train`` is empty."""
     rng = random.Random(seed)
     window = 8 * size
-    while True:
+    while train:
         order = rng.sample(train, len(train))
         batches = []
         for start in range(0, len(order), window):

@@ -63,6 +63,11 @@ def total(values: Sequence[float]) -> list[float]:
     return summed.tolist()
 
 
+def everywhere(holds: bool) -> bool:
+    """Whether ``holds`` is True in all processes."""
+    return total([holds])[0] == count()
+
+
 def sum_gradients(weights: Iterable[torch.nn.Parameter]) -> None:
     """Replace every gradient by its sum over all processes; a process whose part was empty adds nothing."""
     if not _together():

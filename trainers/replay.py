@@ -39,15 +39,11 @@ from adaptive.engines.head.vocabulary import columns_of, spread
 from adaptive.engines.protocol import Engine
 from adaptive.sampling import LogitsProcessor, transform_logits
 from trainers.batches import collate, longest_text, over_all_tokens, passes, supervised_logits, token_count
-from trainers.dataset import Example
+from trainers.dataset import Example, Stopped
 
 # Rows of an answer whose acceptance is computed at a time. Penalties and cuts need a dozen copies of the logits, some
 # in int64, which is gigabytes for a whole answer and a large vocabulary. Too low: many small calls.
 ROWS = 32
-
-
-class Stopped(Exception):  # noqa: N818 - a request, not an error
-    """``should_stop`` returned True during a pass over many generations."""
 
 
 @dataclass(frozen=True)

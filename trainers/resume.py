@@ -1,9 +1,9 @@
 """The state from which an interrupted training run continues: one file beside the log, complete or absent.
 
 A killed run is continued by the next run that would do the same: same recipe, same draft, same
-adapter in use, and the records that it began with (newer ones are used by the run after). Anything
-else, or a record that was deleted since, makes the next run start afresh. Hidden states that have left the spool since
-do not: such records are left out for the rest of the run.
+adapter in use, and the records that it began with (newer ones are used by the run after), split in the same way.
+Anything else, or a record that was deleted since, makes the next run start afresh. Hidden states that have left the
+spool since do not, as long as enough are left: such records are left out for the rest of the run.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class TrainingState:
             self.problem = first_line(error)
 
     def forget(self) -> None:
-        """Remove the file, since the run is finished."""
+        """Remove the file, since the run is finished or cannot go on."""
         if processes.first():
             self.path.unlink(missing_ok=True)
 

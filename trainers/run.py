@@ -69,8 +69,8 @@ class DistillOutcome:
     ``verdict`` is None if the gate did not judge (no better weights, or stopped early).
     ``message`` is one sentence that describes the result. ``train_seconds`` is training with its evaluations and
     without its pauses, ``seconds`` the whole run. ``until`` is the id of the newest record that was read, an older one
-    in a run that was continued. ``notes`` are lines for the user, such as a damaged adapter that was set aside.
-    ``attempts`` are the recipes that were tried, the requested one first.
+    in a run that was continued, 0 in one that was stopped while it read. ``notes`` are lines for the user, such as a
+    damaged adapter that was set aside. ``attempts`` are the recipes that were tried, the requested one first.
     """
 
     manifest: Manifest | None
@@ -110,8 +110,8 @@ def distill(
     ``draft`` is a fresh float32 copy on the training device; its weights are not changed, except those of a head that
     is trained here from scratch. Heads learn from the records whose features are in ``spool``. With
     ``extra``, its held-out rows are the gate's recent set and held-out records of the log the older
-    one. ``log`` None trains on ``extra`` alone. ``should_stop`` is called between passes and may block.
-    When it returns True, the best weights so far are kept as a candidate that was not judged.
+    one. ``log`` None trains on ``extra`` alone. ``should_stop`` is called while records are read and between passes,
+    and may block. When it returns True, the best weights so far are kept as a candidate that was not judged.
     ``promotion`` never leaves the adapter a candidate, force promotes it whatever the verdict.
     ``state`` is the file from which an interrupted run is continued (``trainers.resume``).
     ``rivals`` are trained as well, one after the other, and the gate judges the one that is best on the validation
@@ -132,10 +132,11 @@ def distill(
             "a head learns from the target's hidden states, which a file of chat messages does not hold; let the "
             "target answer prompts with --prompts, or learn from the log"
         )
-    sets, resumed = gather(log, extra, in_use, recipe, base, students.longest_output, kept, spool)
+    sets, resumed = Sets([], [], [], []), False
     # Without an adapter in use, "parent" equals "zero", so rivals with the other start are left out.
     recipes = [recipe, *(r for r in rivals if in_use is not None or r.start == recipe.start)]
     try:
+        sets, resumed = gather(log, extra, in_use, recipe, base, students.longest_output, kept, spool, should_stop)
         own = _own(students, rehearsal, recipe, on_progress, should_stop)
         attempts, stopped = _attempts(
             students, store, in_use, sets, own, recipes, on_progress, should_stop, kept, clock

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ from trainers import processes
 from trainers.dataset import (
     VALIDATION_SHARE,
     Example,
+    Stopped,
     TooLittleError,
     examples,
     from_rows,
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 # With fewer, the draft learns the wording of a few answers and nothing general.
 MIN_TRAIN = 16
 
-# With fewer, the choice of the best weights is random. That is acceptable, since the gate still decides.
+# Prompts. With fewer, the choice of the best weights is random. That is acceptable, since the gate still decides.
 MIN_VALIDATION = 2
 
 # Prompts of new held-out generations from which on these are judged separately from the older ones. Too low: only a
@@ -50,16 +53,17 @@ ENOUGH_RECENT = 12
 MOST_VALIDATION = 48
 MOST_RECENT = 128
 MOST_OLDER = 64
-# Most of the gate's generations that answer one prompt, the newest, since its unit of evidence is a prompt. Too high:
-# MOST_RECENT steps of an agent are a few of its tasks, too few to judge by. Too low: each task is measured less well.
+# Most generations of validation or gate that answer one prompt, the newest, since the gate's unit of evidence is a
+# prompt. Too high: MOST_RECENT steps of an agent are a few of its tasks, too few to judge by, and MOST_VALIDATION are a
+# single one. Too low: each task is measured less well.
 MOST_OF_ONE = 8
 
 
 @dataclass(frozen=True)
 class Sets:
     """The records of a run, up to id ``until`` of the log. ``recent`` and ``older`` are the gate's; ``damaged`` could
-    not be read. ``digest``: that of all records to train on and to choose the weights by, whether their features are
-    there or not."""
+    not be read. ``digest``: that of all records to train on and to choose the weights by, and of their split, whether
+    their features are there or not."""
 
     train: list[Example]
     validation: list[Example]
@@ -83,20 +87,25 @@ def gather(
     longest: int,
     kept: TrainingState | None,
     spool: FeatureSpool | None = None,
+    should_stop: Callable[[], bool] | None = None,
 ) -> tuple[Sets, bool]:
     """The records of this run, and whether it continues an interrupted run. With a ``spool``, only records with
-    features in it.
+    features in it. An interrupted run of which too few are left is forgotten.
 
-    Raises TooLittleError.
+    Raises TooLittleError, and Stopped (in all processes) if ``should_stop`` returns True meanwhile.
     """
+    read = partial(_read_together, log, extra, in_use, recipe, longest, spool, should_stop)
     made_of = (recipe.to_json(), base.weights, in_use.id if in_use else None)
     begun_with = kept.last_id() if kept else None
     if kept is not None and begun_with is not None:
-        sets = _read(log, extra, in_use, recipe, longest, begun_with, spool)
-        if kept.begin((*made_of, sets.digest), begun_with):
+        sets = read(begun_with)
+        interrupted = kept.begin((*made_of, sets.digest), begun_with)
+        if processes.everywhere(interrupted and not _missing(sets, in_use is None)):
             return sets, True
+        if interrupted:
+            kept.forget()
     newest = _newest(log)
-    sets = _read(log, extra, in_use, recipe, longest, newest, spool)
+    sets = read(newest)
     where = "the log" if extra is None else "the data"
     _check_enough(sets, in_use is None, where if spool is None else f"{where}, where hidden states were kept,")
     if kept is not None:
@@ -110,34 +119,56 @@ def _newest(log: Path | None) -> int:
     return int(processes.total([Log(log).last_id() if log is not None and there else 0])[0])
 
 
+def _read_together(
+    log: Path | None,
+    extra: Dataset | None,
+    in_use: Manifest | None,
+    recipe: Recipe,
+    longest: int,
+    spool: FeatureSpool | None,
+    should_stop: Callable[[], bool] | None,
+    until: int,
+) -> Sets:
+    """As ``_read``. Raises Stopped in all processes if it is raised in one."""
+    sets = None
+    with suppress(Stopped):
+        sets = _read(log, extra, in_use, recipe, longest, spool, should_stop, until)
+    by_all = processes.everywhere(sets is not None)
+    if sets is None or not by_all:
+        raise Stopped
+    return sets
+
+
 def _read(
     log: Path | None,
     extra: Dataset | None,
     in_use: Manifest | None,
     recipe: Recipe,
     longest: int,
-    until: int,
     spool: FeatureSpool | None,
+    should_stop: Callable[[], bool] | None,
+    until: int,
 ) -> Sets:
-    """Read the records up to id ``until`` and split them."""
+    """Read the records up to id ``until`` and split them. Raises Stopped."""
     rows = from_rows([])
     damaged: set[int] = set()
     if log is not None and (log.exists() or extra is None):
-        rows = read_log(log, recipe.buffer, until, damaged)
+        rows = read_log(log, recipe.buffer, until, damaged, should_stop)
     if extra is not None:
         rows = join(rows, extra)
     parts = split(rows, first=in_use is None)
-    validation = [e for e in examples(parts.validation, longest, spool) if e.replayable]
-    gate = newest_of_each(distinct(e for e in examples(parts.gate, longest, spool) if e.replayable))
+    train, validation, gate = (
+        examples(part, longest, spool, should_stop) for part in (parts.train, parts.validation, parts.gate)
+    )
+    validation, gate = (newest_of_each(distinct(e for e in part if e.replayable)) for part in (validation, gate))
     recent, older = _recent_and_older(gate, in_use, extra is not None)
-    train = examples(parts.train, longest, spool)
-    validation, recent, older = held(validation[-MOST_VALIDATION:]), held(recent), held(older)
+    validation, recent, older = (held(part, should_stop) for part in (validation[-MOST_VALIDATION:], recent, older))
     return Sets(train, validation, recent, older, frozenset(damaged), until, _digest(parts.train, parts.validation))
 
 
 def _digest(*parts: Dataset) -> str:
-    """A digest of the records in ``parts``, by their ids and tokens."""
-    rows = [(number, tokens) for part in parts for number, tokens in zip(part["id"], part["tokens"], strict=True)]
+    """A digest of the records in ``parts``, by their ids, tokens and folds, and of which part each is in."""
+    rows = [list(zip(part["id"], part["tokens"], part["fold"], strict=True)) for part in parts]
     return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 
@@ -192,23 +223,31 @@ def _recent_and_older(
     return recent[-MOST_RECENT:], older[::stride]
 
 
-def _check_enough(sets: Sets, first: bool, where: str) -> None:
-    """Raise TooLittleError if a set is too small; the message states what is present, needed and missing."""
+def _missing(sets: Sets, first: bool) -> int:
+    """About how many more answers are needed for sets that are large enough; 0 if they are."""
     train, validation, gate = len(sets.train), len(sets.validation), len(sets.recent)
     prompts, positions = _prompts(sets.recent), _positions(sets.recent)
     of_each = max(1.0, (train + validation + gate) / max(1, _prompts(sets.train + sets.validation + sets.recent)))
     share = gate_share(train + validation + gate, first)
     needs = (
         (MIN_TRAIN - train, 1 - share - VALIDATION_SHARE),
-        (MIN_VALIDATION - validation, VALIDATION_SHARE),
+        ((MIN_VALIDATION - _prompts(sets.validation)) * of_each, VALIDATION_SHARE),
         ((MIN_GENERATIONS - prompts) * of_each, share),
         ((MIN_POSITIONS - positions) * gate / max(1, positions), share),
     )
-    more = max(math.ceil(missing / share) for missing, share in needs)
+    return max(0, *(math.ceil(missing / share) for missing, share in needs))
+
+
+def _check_enough(sets: Sets, first: bool, where: str) -> None:
+    """Raise TooLittleError if a set is too small; the message states what is present, needed and missing."""
+    more = _missing(sets, first)
     if more > 0:
+        train, validation, gate = len(sets.train), len(sets.validation), len(sets.recent)
+        chosen_by, judged_by = (counted(_prompts(part), "prompt") for part in (sets.validation, sets.recent))
         raise TooLittleError(
             f"too little to distil from: {where} has {train + validation + gate} usable answers: {train} to train "
-            f"on, {validation} to choose weights by and {gate} for the gate, of {counted(prompts, 'prompt')} and with "
-            f"{counted(positions, 'position')} ({MIN_TRAIN}, {MIN_VALIDATION} and {MIN_GENERATIONS} are needed, these "
-            f"of {MIN_GENERATIONS} prompts and with {MIN_POSITIONS} positions); about {more} more will do"
+            f"on, {validation} to choose weights by, of {chosen_by}, and {gate} for the gate, of {judged_by} and with "
+            f"{counted(_positions(sets.recent), 'position')} ({MIN_TRAIN}, {MIN_VALIDATION} and {MIN_GENERATIONS} are "
+            f"needed, the latter two of as many prompts, and the gate's with {MIN_POSITIONS} positions); about {more} "
+            "more will do"
         )

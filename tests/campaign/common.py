@@ -34,7 +34,7 @@ service_server.START_S = PATIENCE_S
 MODELS = ("--dtype", "float32", "--temperature", "0")
 # What a folder may hold that has been used and never damaged; server.json while a server runs.
 USUAL = re.compile(
-    r"records\.db(-wal|-shm)?|(server|trainer|records|controller)\.lock|trainer\.log|(controller|doubts|server)\.json|"
+    r"records\.db(-wal|-shm)?|(server|trainer|records|controller|doubts)\.lock|trainer\.log|(controller|doubts|server)\.json|"
     r"training\.safetensors|adapters|adapters/(CURRENT|PREVIOUS|PRUNED|\.lock|\d{4})|"
     r"adapters/\d{4}/(manifest\.json|adapter_config\.json|adapter_model\.safetensors|README\.md)"
 )
