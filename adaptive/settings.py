@@ -235,7 +235,7 @@ def memory_bytes(said: str) -> int:
 def training_window(policy: str) -> tuple[int, int] | None:
     """The daily window of a training policy in minutes after midnight; None for idle, always and off.
 
-    The window may cross midnight (``22:00-06:00``). Raises AdaptiveError for anything else.
+    The window may cross midnight (``22:00-06:00``). Raises AdaptiveError for anything else, and for an empty window.
     """
     if policy in ("idle", "always", "off"):
         return None
@@ -243,7 +243,13 @@ def training_window(policy: str) -> tuple[int, int] | None:
     if found is None:
         raise AdaptiveError(f"distill is {policy!r}; it must be idle, always, off or a daily window like 22:00-06:00")
     hours = [int(part) for part in found.groups()]
-    return 60 * hours[0] + hours[1], 60 * hours[2] + hours[3]
+    begin, end = 60 * hours[0] + hours[1], 60 * hours[2] + hours[3]
+    if begin == end:
+        raise AdaptiveError(
+            f"distill is {policy!r}, a window that ends when it begins, so nothing would be trained; choose another "
+            "end, or idle for the whole day"
+        )
+    return begin, end
 
 
 def load_settings(

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 from records_factory import generation
-from store_factory import NEW, write
+from shortages import replaced_by_a_folder
+from store_factory import NEW, published, write
 from test_trainer import write_log
 from test_worker import Taught, let_it_look, taught, training, until
 
 from adaptive.control.costs import LONGEST, CostTable
+from adaptive.errors import AdaptiveError
 from adaptive.promotions import (
     Promotion,
     checked,
@@ -121,6 +123,17 @@ def test_an_adapter_that_comes_back_after_a_rollback_is_no_promotion(taught: Tau
             for in_use in (first, second, first):
                 gains.look(log, store.show(in_use), lambda: COSTS)
             assert [promotion.adapter for promotion in load(taught.state.promotions)] == [first, second]
+
+
+def test_a_promotion_during_which_the_log_cannot_be_read_is_noted_later(taught: Taught) -> None:
+    store = published(taught.state.adapters, 1, promote=1)
+    gains = Gains(taught.state)
+    with Log(taught.state.records) as log:
+        with replaced_by_a_folder(taught.state.records), pytest.raises(AdaptiveError):
+            gains.look(log, store.current(), lambda: COSTS)
+        for _ in range(2):
+            gains.look(log, store.current(), lambda: COSTS)
+    assert [promotion.adapter for promotion in load(taught.state.promotions)] == ["0001"]
 
 
 def test_what_came_is_told_by_the_adapters_own_answers(tmp_path: Path) -> None:

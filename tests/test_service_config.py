@@ -35,6 +35,11 @@ def test_a_training_policy_that_means_nothing_is_refused(policy: str) -> None:
         load_settings({"distill": policy})
 
 
+def test_a_window_in_which_nothing_could_be_trained_is_refused() -> None:
+    with pytest.raises(AdaptiveError, match="distill is '22:00-22:00', a window that ends when it begins"):
+        load_settings({"distill": "22:00-22:00"})
+
+
 def test_a_window_is_minutes_after_midnight() -> None:
     assert training_window("22:30-06:00") == (1350, 360)
     assert training_window("idle") is None

@@ -214,6 +214,52 @@ print(brake.clock() - began, time.perf_counter() - real, passes, flush=True)
 """
 
 
+# A worker with a slow disk: reading a page of the log takes seconds. It says when it begins to read.
+SLOW_READS = """
+import sqlite3, sys, time
+from adaptive.records import schema
+
+class Slow(sqlite3.Connection):
+    said = False
+
+    def __init__(self, *args, **named):
+        super().__init__(*args, **named)
+        self.set_progress_handler(self.wait, 100)
+
+    def wait(self):
+        if self.in_transaction:
+            if not Slow.said:
+                print("reads", file=sys.stderr, flush=True)
+            Slow.said = True
+            time.sleep(0.02)
+
+connect = sqlite3.connect
+sqlite3.connect = lambda *args, **named: connect(*args, factory=Slow, **named)
+from trainers.worker import main
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux stops the process at once")
+def test_a_worker_that_stands_still_reads_no_log_so_a_purge_succeeds(taught: Taught) -> None:
+    command = [sys.executable, "-c", SLOW_READS]
+    piped = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, bufsize=1, **piped) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write(Order(taught.settings.for_worker(), str(taught.state.root), paused=False).line())
+        assert "reads\n" in iter(process.stderr.readline, "")
+        process.stdin.write(f"{BUSY}\n")
+        while not frozen(process.pid):
+            assert process.poll() is None
+            time.sleep(0.02)
+        try:
+            with Log(taught.state.records) as log:
+                assert log.purge(ids=[1]) == 1
+        finally:
+            process.kill()
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="this system cannot stop a process")
 def test_being_frozen_is_no_time_of_training() -> None:
     command, paused = [sys.executable, "-c", PASSES], 0.0
@@ -486,6 +532,53 @@ def test_a_manifest_damaged_while_it_is_in_use_is_said_and_training_goes_on(
     said = [record.getMessage() for record in caplog.records if "0002" in record.getMessage()]
     assert len(said) == 1
     assert "set aside as 0002.damaged" in said[0]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("fails", ["rollback", "log"])
+def test_a_paused_worker_goes_on_and_ends_whatever_else_fails(taught: Taught, fails: str) -> None:
+    """The store cannot be written, or the log cannot be read."""
+    store = published(taught.state.adapters, 2, promote=2)
+    Doubt(reviewed=ANSWERS).save(taught.state.doubts)
+    with training(taught, distill_seconds=0.5) as trainer:
+        trainer.idle()
+        worker = worker_of(trainer)
+        until(lambda: trainer._report is not None, trainer)
+        trainer.busy()
+        live(trainer, "0001", 0.6, 400, seed=1)
+        with replaced_by_a_folder(store.root / ".lock" if fails == "rollback" else taught.state.records):
+            if fails == "rollback":
+                live(trainer, "0002", 0.1, 300, seed=2)
+            let_it_look(trainer)
+            assert trainer.status.activity == "paused"
+            trainer.idle()
+            until(lambda: trainer.status.activity != "paused", trainer)
+            until(lambda: not frozen(worker), trainer)
+            until(lambda: trainer.status.last_run is not None, trainer)
+            assert store.current_id() == "0002"
+        if fails == "rollback":
+            until(lambda: store.current_id() == "0001", trainer)
+    assert Doubt.load(taught.state.doubts).adapter == ("0002" if fails == "rollback" else None)
+
+
+def test_what_could_not_be_read_at_the_start_is_read_later(taught: Taught) -> None:
+    store = published(taught.state.adapters, 1, promote=1)
+    store.rollback("live acceptance fell")
+    Doubt("0001", settled=70, reviewed=ANSWERS, trained=70).save(taught.state.doubts)
+    with replaced_by_a_folder(taught.state.records), training(taught, distill="off") as trainer:
+        until(lambda: "adapter 0001 is out of use" in trainer.status.watch, trainer)
+        assert trainer.status.new_generations == 0
+    with replaced_by_a_folder(taught.state.doubts):
+        trainer = Trainer(taught.settings, taught.state, 1)
+        trainer.start()
+        until(lambda: trainer.status.new_generations == ANSWERS, trainer)
+    try:
+        until(lambda: "adapter 0001 is out of use" in trainer.status.watch, trainer)
+    finally:
+        trainer.close()
+    ends(trainer, Report("refused", "too little to distil from"))
+    found = Doubt.load(taught.state.doubts)
+    assert (found.adapter, found.settled, found.reviewed) == ("0001", 70, ANSWERS)
 
 
 def live(trainer: Trainer, adapter: str | None, rate: float, rounds: int, seed: int) -> None:

@@ -40,13 +40,13 @@ SPARE_MEMORY = 512 << 20
 class Brake:
     """Applies the parent's commands. The run calls ``should_stop`` between two passes; it blocks while paused.
 
-    The process is not frozen while ``steady`` is held: other processes may be waiting for it then. ``clock`` is in
-    seconds and stands still during pauses.
+    The process is not frozen while ``steady``, which is reentrant, is held: it changes the adapter store or reads the
+    log then, and other processes may be waiting for that. ``clock`` is in seconds and stands still during pauses.
     """
 
     def __init__(self, commands: IO[str], paused: bool, freezes: bool = False) -> None:
         """``freezes``: stop this whole process (SIGSTOP) on ``busy``; the parent continues it."""
-        self.steady = threading.Lock()
+        self.steady = threading.RLock()
         self._freezes = freezes
         self.stopped = False
         self.out_of_memory = False
@@ -144,6 +144,7 @@ def step_behind(niceness: int) -> None:
 
 def train(order: Order, brake: Brake, report: IO[str]) -> Report:
     """Carry out one order. Intermediate reports are written to ``report``; the last one is returned."""
+    from adaptive.records.log import around_reads
     from trainers.dataset import TooLittleError
     from trainers.lock import AnotherTrainerError, only_trainer
 
@@ -157,7 +158,7 @@ def train(order: Order, brake: Brake, report: IO[str]) -> Report:
 
     tell(Report("loading", "loading the draft and the records"))
     try:
-        with only_trainer(state):
+        with only_trainer(state), around_reads(brake.steady):
             step_behind(settings.distill_nice)
             if brake.should_stop():
                 return _ended(brake, None)

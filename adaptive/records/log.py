@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -54,6 +54,22 @@ PAGE = 64
 
 # Upper bound of a plausible number: times since the epoch, tokens and durations are far below, damaged ones may not be.
 MOST_PLAUSIBLE = 1e11
+
+
+_around: AbstractContextManager[Any] = nullcontext()
+
+
+@contextmanager
+def around_reads(held: AbstractContextManager[Any]) -> Iterator[None]:
+    """Have every read of a log by this process enter ``held`` before it begins and leave it when it is over, for the
+    time of the context. For a process that may be stopped at any moment: while it stood still within a read, the
+    write-ahead log would grow and no purge would succeed. ``held`` must be reentrant if reads may lie within it."""
+    global _around
+    before, _around = _around, held
+    try:
+        yield
+    finally:
+        _around = before
 
 
 @dataclass(frozen=True)
@@ -355,7 +371,9 @@ class Log:
 
     def close(self) -> None:
         """Close the file; a later call opens it again."""
-        if self._file is not None:
+        if self._file is None:
+            return
+        with _around:  # the last connection that is closed empties the write-ahead log
             if self._place is not None and self._place.holds():
                 self._file.close()
             else:
@@ -397,20 +415,24 @@ class Log:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        """The connection to the file, or to an empty log in memory if there is no file."""
+        """The connection to the file, or to an empty log in memory if there is no file. ``around_reads`` is held."""
+        with _around:
+            connection = self._connection()
+            try:
+                yield connection
+            except sqlite3.Error as error:
+                if is_damage(error):
+                    raise damaged(self.path, error) from error
+                raise AdaptiveError(f"log {self.path} cannot be read now ({error}); try again") from error
+
+    def _connection(self) -> sqlite3.Connection:
         if self._file is not None and self._place is not None and not self._place.holds():
             abandon(self._file)  # moved or replaced while it was open
             self._file = None
         if self._file is None and self.path.exists():
             self._file, self._place = connect(self.path), Place.of(self.path)
             self._file.text_factory = readable
-        connection = self._file or _empty()
-        try:
-            yield connection
-        except sqlite3.Error as error:
-            if is_damage(error):
-                raise damaged(self.path, error) from error
-            raise AdaptiveError(f"log {self.path} cannot be read now ({error}); try again") from error
+        return self._file or _empty()
 
 
 def plausible(*numbers: object) -> bool:

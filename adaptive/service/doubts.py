@@ -2,7 +2,8 @@
 
 In: what live acceptance (``watch``) and the comparison of drafts on the newest answers (``trainers.review``) have
 found, and how far training has read. Out: changes of the adapter store, and ``doubts.json``, replaced atomically; a
-damaged file counts as missing.
+damaged file counts as missing. Several processes may use one file, such as a server and a chat: each change is made to
+what the file says at that moment, under a lock.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ logger = logging.getLogger("adaptive.trainer")
 # New answers after which drafts are compared. Too low: the machine works for nothing, since the answers do not suffice.
 # Too high: a draft that suits other text stays in use for longer.
 REVIEWED = 24
+
+# Seconds to wait for another process's change of the file, which is one small write. Too low: a change is kept back on
+# a slow disk. Too high: a process that stands still while it holds the lock delays training.
+CHANGE_S = 5.0
 
 
 class _File(BaseModel):
@@ -49,10 +54,10 @@ class Doubt:
 
     @classmethod
     def load(cls, file: Path) -> Doubt:
-        """Read ``file``; no doubt if it is missing or cannot be read."""
+        """Read ``file``; no doubt if it is missing or damaged. Raises OSError if it cannot be read now."""
         try:
             return cls(**_File.model_validate_json(file.read_bytes()).model_dump())
-        except (OSError, ValueError):  # pydantic's error is a ValueError
+        except (FileNotFoundError, ValueError):  # pydantic's error is a ValueError
             return cls()
 
     def save(self, file: Path) -> None:
@@ -60,24 +65,42 @@ class Doubt:
         files.replace_text(file.parent, file, _File(**asdict(self)).model_dump_json())
 
 
+Change = Callable[[Doubt], Doubt]
+
+
 class Doubts:
-    """What is in doubt in one store, kept in ``file``. Used by the trainer's thread."""
+    """What is in doubt in one store, kept in ``file``. Used by the trainer's thread.
+
+    ``now`` is what the file said when it was read last (``refresh``), with the changes that could not be written yet.
+    """
 
     def __init__(self, store: AdapterStore, file: Path, warn: Callable[[str], None]) -> None:
-        """``warn`` receives a line if the file cannot be written."""
+        """``warn`` receives a line if the file cannot be read or written."""
         self.now = Doubt()
         self._store, self._file, self._warn = store, file, warn
+        self._unwritten: list[Change] = []
+
+    def refresh(self) -> None:
+        """Read the file, which another process may have changed. If it cannot be read, ``now`` stays as it is."""
+        try:
+            self.now = self._changed(Doubt.load(self._file))
+        except OSError as error:
+            self._warn(f"{self._file} cannot be read now ({error.strerror})")
 
     def remember(self, newest: int) -> None:
-        """Read the file; ``newest`` is the newest answer in the log."""
-        self.now = Doubt.load(self._file)
-        if self.now.adapter is not None and self.now.adapter == self._store.current_id():
-            # It came back into use before the last process noted it.
-            self._keep(replace(self.now, adapter=None, settled=newest))
+        """At a start: read the file; ``newest`` is the newest answer in the log."""
+        self.refresh()
+        current = self._store.current_id()
+
+        def came_back(said: Doubt) -> Doubt:
+            return replace(said, adapter=None, settled=newest) if said.adapter == current else said
+
+        if self.now.adapter is not None and self.now.adapter == current:
+            self._change(came_back)  # into use before the last process noted it
 
     def due(self, newest: int) -> bool:
         """Whether drafts are to be compared: enough answers on which none was trained, and none compared."""
-        if newest - self.now.reviewed < REVIEWED:
+        if newest - _in_this_log(self.now.reviewed, newest) < REVIEWED:
             return False
         try:
             current = self._store.current()
@@ -90,27 +113,40 @@ class Doubts:
         return newest - max(manifest.trained_on.last_id or 0 for manifest in known) >= REVIEWED
 
     def roll_back(self, current: str, reason: str, newest: Callable[[], int]) -> bool:
-        """Take ``current`` out of use, to return to the one before it. Returns whether it was still in use."""
-        before = self.now
-        self._keep(replace(before, adapter=current))  # first, so that a killed process compares it again, too
+        """Take ``current`` out of use, to return to the one before it. Returns whether it was still in use. Raises
+        AdaptiveError if the store cannot be changed now."""
+
+        def noted(said: Doubt) -> Doubt:
+            return replace(said, adapter=current)
+
+        before = self._change(noted)  # first, so that a killed process compares it again, too
         try:
             self._store.rollback(reason, of=current)
         except InUseChanged:
-            self._keep(before)
+            self._take_back(noted, before)
             return False
-        self._keep(replace(self.now, settled=newest()))
+        except AdaptiveError:
+            self._take_back(noted, before)
+            raise
+        settled = newest()
+        self._change(lambda said: replace(said, adapter=current, settled=settled))
         logger.warning("adapter %s is rolled back: %s", current, reason)
         return True
 
-    def reviewed(self, until: int) -> None:
-        """Drafts were compared on answers up to ``until``."""
-        self._keep(replace(self.now, reviewed=until))
+    def reviewed(self, until: int, newest: int) -> None:
+        """Drafts were compared on answers up to ``until``. ``newest`` is the newest answer in the log."""
+        self._change(lambda said: replace(said, reviewed=max(_in_this_log(said.reviewed, newest), until)))
 
     def exchange(self, best: str | None, reason: str) -> bool:
         """Put ``best`` in use (None: the plain draft) after a review; the adapter that was in use is in doubt. Returns
         whether that could be done."""
-        before, current = self.now, self._store.current_id()
-        self._keep(replace(before, adapter=current, settled=before.reviewed))
+        current = self._store.current_id()
+
+        def noted(said: Doubt) -> Doubt:
+            kept = None if said.adapter == best else said.adapter
+            return replace(said, adapter=current or kept, settled=max(said.settled, said.reviewed))
+
+        before = self._change(noted)
         try:
             if best is not None:
                 self._store.promote(best, f"back in use: {reason}", over=(current,))
@@ -118,26 +154,27 @@ class Doubts:
                 self._store.rollback(reason, of=leaving)
         except AdaptiveError as problem:  # another has come into use, or the best one is damaged
             self._warn(str(problem))
-            self._keep(before)
+            self._take_back(noted, before)
             return False
         named = "the draft without an adapter" if best is None else f"adapter {best}"
         logger.warning("%s is in use now: %s", named, reason)
         return True
 
-    def trained(self, until: int) -> None:
-        """A training run on answers up to ``until`` is over."""
-        self._keep(replace(self.now, trained=until))
+    def trained(self, until: int, newest: int) -> None:
+        """A training run on answers up to ``until`` is over. ``newest`` is the newest answer in the log."""
+        self._change(lambda said: replace(said, trained=max(_in_this_log(said.trained, newest), until)))
 
     def trained_until(self, newest: int) -> int:
         """The newest answer of a training run that is over, of this process or another; 0 for none. ``newest`` is the
-        newest answer in the log: a later one was in a log that has been deleted."""
-        until = max(self.now.trained, Doubt.load(self._file).trained)
-        return until if until <= newest else 0
+        newest answer in the log."""
+        self.refresh()
+        return _in_this_log(self.now.trained, newest)
 
     def promoted(self) -> None:
         """A newly trained adapter came into use: it has learned from newer answers than the one in doubt."""
-        if self.now.adapter is not None:
-            self._keep(replace(self.now, adapter=None))
+        doubted = self.now.adapter
+        if doubted is not None:
+            self._change(lambda said: replace(said, adapter=None) if said.adapter == doubted else said)
 
     @property
     def text(self) -> str:
@@ -151,9 +188,46 @@ class Doubts:
             return None if self.now.adapter is None else self._store.show(self.now.adapter)
         return None
 
-    def _keep(self, doubt: Doubt) -> None:
-        self.now = doubt
+    def _take_back(self, noted: Change, before: Doubt) -> None:
+        """Restore the doubt ``before`` the change ``noted``, unless another process has noted one since."""
+        if noted in self._unwritten:  # on a full disk, say, where this is tried again and again
+            self._unwritten.remove(noted)
+            self.now = before
+            return
+        doubted = noted(before).adapter
+
+        def taken_back(said: Doubt) -> Doubt:
+            return replace(said, adapter=before.adapter, settled=before.settled) if said.adapter == doubted else said
+
+        self._change(taken_back)
+
+    def _changed(self, said: Doubt) -> Doubt:
+        """What the file ``said``, with the changes that could not be written yet."""
+        for change in self._unwritten:
+            said = change(said)
+        return said
+
+    def _change(self, change: Change) -> Doubt:
+        """Change what the file says now, which another process may have written, and return what it said before. A
+        change that cannot be written is kept until the next one."""
+        from filelock import FileLock, Timeout
+
+        before = self.now
         try:
-            doubt.save(self._file)
+            with FileLock(self._file.with_suffix(".lock"), timeout=CHANGE_S, mode=0o600):
+                before = self._changed(Doubt.load(self._file))
+                change(before).save(self._file)
+                self._unwritten.clear()
+        except Timeout:
+            self._unwritten.append(change)
+            self._warn(f"another process holds the lock of {self._file}; a restart may forget what is to be in it")
         except OSError as error:
+            self._unwritten.append(change)
             self._warn(f"{self._file} cannot be written ({error.strerror}); a restart forgets what is in it")
+        self.now = change(before)
+        return before
+
+
+def _in_this_log(answer: int, newest: int) -> int:
+    """``answer``, or 0 if it is later than the ``newest`` one: it was in a log that has been deleted."""
+    return answer if answer <= newest else 0

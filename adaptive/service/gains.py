@@ -31,16 +31,15 @@ class Gains:
     def __init__(self, state: PairState) -> None:
         self._file = state.promotions
         self._known = load(self._file)
-        self._last: str | None = self._known[-1].adapter if self._known else None
         self._check_at = self._known[-1].answer + CHECKED if self._known else 0
 
     def look(self, log: Log, in_use: Manifest | None, costs: Callable[[], CostTable | None]) -> None:
-        """Record a promotion if the adapter has changed, or check the last one if there are enough answers since. An
-        adapter that comes back (after a rollback of the next one) is no promotion."""
-        before, self._last = self._last, None if in_use is None else in_use.id
+        """Record a promotion if the adapter is a new one, or check the last one if there are enough answers since. An
+        adapter that comes back (after a rollback of the next one) is no promotion. Raises AdaptiveError if the log
+        cannot be read; the next look does then what this one has not done."""
         if in_use is None:
             return
-        if in_use.id != before and all(promotion.adapter != in_use.id for promotion in self._known):
+        if all(promotion.adapter != in_use.id for promotion in self._known):
             self._promoted(in_use, log.last_id(), costs())
             return
         last = self._known[-1]

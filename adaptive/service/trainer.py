@@ -95,6 +95,7 @@ class Trainer:
         self._quiet_since = time.monotonic()
         self._last_run: str | None = None
         self._doubts = Doubts(self.store, state.doubts, self._warn)
+        self._remembered = self._answered = False  # ``_answered``: an answer has been seen since the start
         self._reviewing = self._put_off = False  # ``_put_off``: the last run was a review that failed
         self._seen = self._newest = self._read_until = 0  # ids: trained up to, newest, newest at the start of this run
         self._failures = 0
@@ -132,6 +133,7 @@ class Trainer:
 
     def answered(self, adapter: str | None, rounds: tuple[Round, ...]) -> None:
         """See ``Listener.answered``."""
+        self._answered = True
         self._watch.observe(adapter, count_rounds(rounds))
 
     @property
@@ -159,28 +161,36 @@ class Trainer:
 
     def _run(self) -> None:
         with Log(self.state.records) as log:
-            with contextlib.suppress(AdaptiveError):
-                self._remember(log)
+            self._tried(lambda: self._remember(log))
             while not self._closing.wait(LOOK_S):
-                try:
-                    self._look(log)
-                except Exception as error:  # of any kind: an error here must not affect answers
-                    said = str(error) if isinstance(error, AdaptiveError) else f"{type(error).__name__}: {error}"
-                    self._activity, self._reason = "waiting", said
-                    self._warn(said)
+                self._look(log)
         self._end_worker()
 
+    def _tried(self, step: Callable[[], None]) -> None:
+        """Carry out one step of a look. An error of any kind is reported, and affects neither answers nor the other
+        steps."""
+        try:
+            step()
+        except Exception as error:
+            said = str(error) if isinstance(error, AdaptiveError) else f"{type(error).__name__}: {error}"
+            self._activity, self._reason = "waiting", said
+            self._warn(said)
+
     def _remember(self, log: Log) -> None:
-        """Restore from the store and the log: the newest record trained on, and live acceptance."""
+        """Restore from the store and the log, until that has succeeded once: the newest record trained on, and live
+        acceptance, unless there were answers meanwhile, which are newer."""
+        if self._remembered:
+            return
         self._newest = log.last_id()
         self._doubts.remember(self._newest)
-        self._seen = self._trained_until()
+        self._seen = max(self._seen, self._trained_until())
         remembered = log.figures(REMEMBERED)
         seeded = log.seeded(min(remembered.ids, default=1) - 1)  # left out, as for live answers
-        for figures in remembered:
+        for figures in remembered if not self._answered else ():
             if figures.id > self._doubts.now.settled and figures.id not in seeded:
                 own = figures.rounds if figures.own is None else figures.own
                 self._watch.observe(figures.adapter, own)
+        self._remembered = True
 
     def _trained_until(self) -> int:
         """The newest record that training has used, in any process; 0 for none."""
@@ -189,11 +199,19 @@ class Trainer:
         return max(judged, self._doubts.trained_until(self._newest))
 
     def _look(self, log: Log) -> None:
-        self._roll_back_if_worse(log)
-        self._note_promotion(log)
+        """Check everything once. The worker comes first, since it may stand still until it is told to continue."""
+        runs = self._process is not None
+        self._tried(self._attend)
+        self._tried(self._doubts.refresh)
+        self._tried(lambda: self._remember(log))
+        self._tried(lambda: self._roll_back_if_worse(log))
+        self._tried(lambda: self._note_promotion(log))
+        self._tried(lambda: self._schedule(log, runs))
+
+    def _schedule(self, log: Log, runs: bool) -> None:
+        """Begin a run, or say why not. ``runs``: a run was there at the beginning of this look."""
         self._newest = log.last_id()
-        if self._process is not None:
-            self._attend()
+        if runs:
             return
         waits_for = self._wait_for()
         if waits_for is None:  # another process may have trained on these answers since
@@ -269,7 +287,8 @@ class Trainer:
     def _attend(self) -> None:
         """Continue a paused worker if the assistant is idle, stop it outside its window, and handle its end."""
         process = self._process
-        assert process is not None
+        if process is None:
+            return
         with self._lock:
             quiet = time.monotonic() - self._quiet_since
             if self._paused and not self._busy and quiet >= self.settings.distill_idle_seconds:
@@ -305,13 +324,13 @@ class Trainer:
         if report.stage == "taken":
             self._not_before = time.monotonic() + FIRST_BACKOFF_S
         elif report.stage != "stopped" and self._reviewing:
-            self._doubts.reviewed(self._read_until)
+            self._doubts.reviewed(self._read_until, self._newest)
             if report.better and self._doubts.exchange(report.adapter, report.message):
                 self._watch.forgive(report.adapter)
         elif report.stage != "stopped":
             self.runs += report.stage == "done"
             self._seen = self._read_until if report.until is None else report.until
-            self._doubts.trained(self._seen)
+            self._doubts.trained(self._seen, self._newest)
             if report.promoted:
                 self._doubts.promoted()
         logger.info("training run: %s", report.message)
@@ -348,8 +367,14 @@ class Trainer:
         reason = self._watch.verdict(manifest)
         if current is None or reason is None or current != self.store.current_id():
             return
-        if self._doubts.roll_back(current, reason, log.last_id):
+        if self._doubts.roll_back(current, reason, lambda: self._last_id(log)):
             self._watch.rolled_back(current)
+
+    def _last_id(self, log: Log) -> int:
+        """The newest answer; of an earlier look if the log cannot be read now, on which a rollback must not depend."""
+        with contextlib.suppress(AdaptiveError):
+            self._newest = log.last_id()
+        return self._newest
 
     def _note_promotion(self, log: Log) -> None:
         """Record the expected and later the measured effect of a promotion (``Gains``)."""
