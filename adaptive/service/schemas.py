@@ -11,6 +11,7 @@ import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic_core import PydanticCustomError
 
 from adaptive.errors import AdaptiveError
 from adaptive.grammar import Grammar, json_schema, notation
@@ -32,7 +33,7 @@ MOST_OF_A_NAME = 1000
 
 def _short(name: str) -> str:
     if len(name) > MOST_OF_A_NAME:
-        raise ValueError(f"string should have at most {MOST_OF_A_NAME} characters")
+        raise PydanticCustomError("too_long", f"string should have at most {MOST_OF_A_NAME} characters")
     return name
 
 
