@@ -40,8 +40,10 @@ class CachedSequence:
     def common(self, prompt: Sequence[int]) -> int:
         """The number of tokens at the beginning of ``prompt`` that the cache holds."""
         held = self.tokens[: self.sequence.length]
-        pairs = enumerate(zip(held, prompt, strict=False))
-        return next((i for i, (a, b) in pairs if a != b), min(len(held), len(prompt)))
+        most = min(len(held), len(prompt))
+        if held[:most] == prompt[:most]:  # usually: the prompt goes on with the text
+            return most
+        return next(i for i, (a, b) in enumerate(zip(held, prompt, strict=False)) if a != b)
 
     def keep_prefix_of(self, prompt: Sequence[int]) -> None:
         """Forget everything after the common beginning with ``prompt``; its last token is always fed again."""
@@ -236,6 +238,11 @@ class Conversations:
         held = max((conversation.target.common(prompt) for conversation in self._kept), default=0)
         file = None if self._files is None else self._files.best(prompt, held)
         return None if file is None or self._files is None else self._files.fetch(file)
+
+    def release(self) -> None:
+        """Free what was fetched and has not been read."""
+        if self._files is not None:
+            self._files.release()
 
     def forget(self) -> None:
         """Free all caches, on disk too, and forget all conversations."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -145,17 +145,14 @@ def _encode_pieces(
         # Not verbose: transformers would warn of long text, which callers refuse with their own message.
         encode = partial(tokenizer.encode, add_special_tokens=add_special, verbose=False)
         ids: list[int] = encode(pieces[0])
+        # Within a line: some tokenizers begin a text with a space, but not a later line.
+        line = encode("\n") if len(pieces) > 1 else []
         for piece in pieces[1:]:
-            ids += _encode_within(encode, piece)
+            within = encode(f"\n{piece}")
+            ids += within[len(line) :] if within[: len(line)] == line else encode(piece)
     except (TypeError, ValueError) as error:  # for example half of a surrogate pair
         raise AdaptiveError("the text is not valid Unicode") from error
     return ids
-
-
-def _encode_within(encode: Callable[[str], list[int]], piece: str) -> list[int]:
-    """Token ids of a piece of text within a line: some tokenizers begin a text with a space, but not a later line."""
-    line, ids = encode("\n"), encode(f"\n{piece}")
-    return ids[len(line) :] if ids[: len(line)] == line else encode(piece)
 
 
 def _refuse_too_long(tokenizer: PreTrainedTokenizerBase, text: str, context: int) -> None:

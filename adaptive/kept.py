@@ -97,6 +97,10 @@ class KeptCaches:
         thread.shutdown(wait=False)  # ends when the file is read
         return self._fetched[1]
 
+    def release(self) -> None:
+        """Free what was fetched and has not been read."""
+        self._fetched = None
+
     def read(self, kept: Kept, sequence: EngineSequence, length: int) -> bool:
         """Restore the first ``length`` tokens of a file into a sequence. Returns False if that fails; the sequence is
         then empty, and the file is removed, unless it only cannot be opened now."""

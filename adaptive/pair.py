@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from adaptive.engines import budget
 from adaptive.engines.cpu.torch_threads import set_threads
 from adaptive.engines.head.kinds import HeadKind, head_kind, mtp_weights
-from adaptive.engines.identity import IDENTITY_BYTES, weights_hash
+from adaptive.engines.identity import ends, weights_hash
 from adaptive.engines.llamacpp.files import find_gguf, is_gguf_name
 from adaptive.engines.llamacpp.model import parts_of
 from adaptive.engines.load import (
@@ -225,12 +225,7 @@ def _weights_hash(source: Source, needed: bool = True, counted: bool = True) -> 
         return weights_hash(source.folder, needed, counted)
     digest = hashlib.sha256()
     for part in parts_of(source.gguf) if counted else [source.gguf]:
-        size = part.stat().st_size
-        digest.update(f"{size}".encode())
-        with part.open("rb") as stream:
-            digest.update(stream.read(IDENTITY_BYTES))
-            stream.seek(max(0, size - IDENTITY_BYTES))
-            digest.update(stream.read(IDENTITY_BYTES))
+        digest.update(ends(part))
     return digest.hexdigest()[:16]
 
 

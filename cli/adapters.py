@@ -16,7 +16,7 @@ from adaptive.errors import AdaptiveError, first_line
 from cli.cells import print_table
 from cli.groups import group
 from cli.options import PAIR, shared_options
-from cli.state import find_state
+from cli.state import find_state, working
 
 if TYPE_CHECKING:
     from adaptive.pair import Source
@@ -195,7 +195,7 @@ def export(
         raise AdaptiveError("name one folder or file to export to: `export ID PATH`, or `export ID --merged PATH`")
     if format_ not in ("peft", "gguf", "speculators"):
         raise AdaptiveError(f"--format is {format_!r}; it must be peft, gguf or speculators")
-    from cli.export import ENCODING, writing
+    from cli.export import ENCODING
 
     eagle = format_ == "gguf" and (name == "draft" or _drafts_by_eagle(settings))
     if encoding is not None and not (eagle or (format_ == "gguf" and merged is not None)):
@@ -226,7 +226,7 @@ def export(
         reader = _used_as_draft(folder) if manifest.kind == "head" else "for PEFT and anything that reads it"
         typer.echo(f"adapter {manifest.id} is in {folder}, {reader}")
     elif merged is not None:
-        with writing("the draft"):
+        with working("writing the draft"):
             write_merged(settings, store.path(manifest.id), manifest, merged, force)
         typer.echo(f"the draft with adapter {manifest.id} is in {merged}; {_used_as_draft(merged)}")
 
@@ -356,14 +356,14 @@ def _export_gguf(
     force: bool,
 ) -> None:
     """Write an adapter or a merged draft for llama.cpp's own programs, and print the command that uses it."""
-    from cli.export import check_free, for_llama_server, gguf_or, write_checkpoint, writing
+    from cli.export import check_free, for_llama_server, gguf_or, write_checkpoint
 
     destination = file or merged
     assert destination is not None
     check_free(destination, force)
     source = model_of(settings, manifest)
     if merged is not None:
-        with writing("the draft"):
+        with working("writing the draft"):
             write_checkpoint(source, adapter, merged, encoding, settings)
         typer.echo(f"the draft with adapter {manifest.id} is in {merged}; with llama.cpp's server:")
         typer.echo(for_llama_server(gguf_or(settings.target, "TARGET.gguf"), merged, "draft-simple"))

@@ -12,11 +12,10 @@ import typer
 
 from adaptive.errors import AdaptiveError
 from cli.options import shared_options
+from cli.state import working
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from rich.status import Status
 
     from adaptive.pair import Source
     from adaptive.settings import Settings
@@ -79,14 +78,6 @@ def next_command(written: dict[str, Path], draft: Source | None, revision: str |
         words += ["--draft", str(written["draft"]), "--draft-checkpoint", draft.id]
         words += [] if revision is None else ["--draft-revision", revision]
     return shlex.join(words)
-
-
-def writing(what: str) -> Status:
-    """A context manager that shows that ``what`` is written. Nothing may be printed in it: rich would divert that to
-    standard error."""
-    from rich.console import Console
-
-    return Console(stderr=True).status(f"writing {what}")
 
 
 def check_free(file: Path, force: bool) -> None:
@@ -169,7 +160,7 @@ def export_speculators(settings: Settings, adapter: Path | None, folder: Path, f
 
     target, draft = eagle_of(settings, "--format speculators")
     check_destination(folder, force)
-    with writing("the head"):
+    with working("writing the head"):
         write_speculators(draft.folder, target.folder, target.id, folder, adapter)
     typer.echo(f"the head {draft.id}{' with the adapter' if adapter else ''} is in {folder}; with vLLM:")
     typer.echo(for_vllm(target.id, folder))
@@ -201,7 +192,7 @@ def export_eagle_gguf(settings: Settings, adapter: Path | None, file: Path, enco
     """
     target, draft = eagle_of(settings, "--format gguf of a head")
     check_free(file, force)
-    with writing("the head"):
+    with working("writing the head"):
         write_eagle_gguf(settings, target, draft.folder, adapter, file, encoding)
     typer.echo(f"the head {draft.id}{' with the adapter' if adapter else ''} is in {file}; with llama.cpp's server:")
     typer.echo(for_llama_server("TARGET.gguf", file, "draft-eagle3"))

@@ -72,10 +72,12 @@ def predict(repeats: Sequence[CostTable], sample: Sequence[Example], pair: Pair)
 
     model, lengths = at_context(costs), range(LONGEST + 1)
     seconds = [model.round(k) for k in lengths]
+    positions = np.array([r.positions for r in replays], float)
     decoded, prompts = sum(r.positions for r in replays), sum(len(e.prompt) for e in sample)
-    rounds = [decoded, *(float(expected_rounds(replays, k)[1].sum()) for k in lengths[1:])]
-    reading = [0.0, *(model.draft(0, prompts) for _ in lengths[1:])]
-    rates = [model.with_tokens(decoded / (rounds[k] * seconds[k] + reading[k])) for k in lengths]
+    by_length = [positions, *(expected_rounds(replays, k)[1] for k in lengths[1:])]  # plainly: a round for each token
+    rounds = [float(each.sum()) for each in by_length]
+    reading = model.draft(0, prompts)
+    rates = [model.with_tokens(decoded / (rounds[k] * seconds[k] + (reading if k else 0.0))) for k in lengths]
     best = max(lengths, key=rates.__getitem__)
 
     def at(acceptance: float) -> tuple[int, float]:
@@ -87,8 +89,7 @@ def predict(repeats: Sequence[CostTable], sample: Sequence[Example], pair: Pair)
     interval = (1.0, 1.0)
     if best:
         models = [at_context(table) for table in repeats]
-        each = np.array([r.positions for r in replays], float), expected_rounds(replays, best)[1]
-        interval = speed_up_interval(models, *each, best, rates[best] / rates[0])
+        interval = speed_up_interval(models, positions, by_length[best], best, rates[best] / rates[0])
     return Forecast(
         costs=costs,
         generations=len(replays),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,10 +59,9 @@ def discard_own(state: PairState, draft: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete a file or folder, if it is there."""
-    shutil.rmtree(path, ignore_errors=True)
+    """Delete a file or folder, if it is there and can be deleted."""
     with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
+        files.remove(path)
 
 
 def _note(state: PairState) -> Path:

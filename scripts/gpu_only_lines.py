@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("adaptive", "trainers", "cli")
 # Tests that reach the code with conditions on CUDA; this script runs them on the CPU.
 TESTS = (
-    "test_queued_drafts", "test_cuda_graphs", "test_budget", "test_doctor", "test_worker", "test_trainer",
-    "test_quantised_checkpoints",
+    "test_queued_drafts", "test_cuda_graphs", "test_cuda_several", "test_budget", "test_doctor", "test_worker",
+    "test_trainer", "test_quantised_checkpoints",
 )  # fmt: skip
 
 

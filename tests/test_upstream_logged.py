@@ -355,3 +355,11 @@ def test_a_preflight_needs_no_key() -> None:
             assert httpx.options(url + CHAT).status_code == 401
             assert httpx.post(url + CHAT, json=ASK, headers=preflight).status_code == 401
             assert len(server.heard) == 1
+
+
+def test_a_session_is_named_as_the_header_says_it(stage: Make) -> None:
+    """In UTF-8, which most clients write, or in Latin-1; an empty header names none."""
+    here = stage(say)
+    for header in ("Käse".encode(), "Käse".encode("latin-1"), b"", None):
+        httpx.post(here.url + CHAT, json=ASK, headers={} if header is None else {b"X-Session-Id": header})
+    assert sorted(str(record.session) for record in here.logged(4)) == ["Käse", "Käse", "upstream", "upstream"]

@@ -94,7 +94,10 @@ def gather(
 
     Raises TooLittleError, and Stopped (in all processes) if ``should_stop`` returns True meanwhile.
     """
-    read = partial(_read_together, log, extra, in_use, recipe, longest, spool, should_stop)
+
+    def read(until: int) -> Sets:
+        return _in_all(partial(_read, log, extra, in_use, recipe, longest, spool, should_stop, until))
+
     made_of = (recipe.to_json(), base.weights, in_use.id if in_use else None)
     begun_with = kept.last_id() if kept else None
     if kept is not None and begun_with is not None:
@@ -119,20 +122,11 @@ def _newest(log: Path | None) -> int:
     return int(processes.total([Log(log).last_id() if log is not None and there else 0])[0])
 
 
-def _read_together(
-    log: Path | None,
-    extra: Dataset | None,
-    in_use: Manifest | None,
-    recipe: Recipe,
-    longest: int,
-    spool: FeatureSpool | None,
-    should_stop: Callable[[], bool] | None,
-    until: int,
-) -> Sets:
-    """As ``_read``. Raises Stopped in all processes if it is raised in one."""
+def _in_all(read: Callable[[], Sets]) -> Sets:
+    """What ``read`` returns. Raises Stopped in all processes if it is raised in one."""
     sets = None
     with suppress(Stopped):
-        sets = _read(log, extra, in_use, recipe, longest, spool, should_stop, until)
+        sets = read()
     by_all = processes.everywhere(sets is not None)
     if sets is None or not by_all:
         raise Stopped

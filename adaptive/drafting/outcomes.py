@@ -270,16 +270,16 @@ def _used(outcome: Outcome, length: int, advise: Adviser | None) -> tuple[list[i
 
 
 def rows_of(proposal: Proposal) -> list[Any]:
-    """Copies of a proposal's distributions, valid beyond the next proposal; None for each token if there are none."""
+    """A proposal's distributions, valid until the next proposal; None for each token if there are none."""
     if proposal.probs is None:
         return [None] * len(proposal.tokens)
-    return [torch.as_tensor(row).clone() for row in proposal.probs]
+    return [torch.as_tensor(row) for row in proposal.probs]
 
 
 def compact(row: torch.Tensor) -> torch.Tensor:
     """A copy of a distribution (vocab,), sparse if that takes less memory."""
-    sparse = row.to_sparse()
-    return sparse if size_of(sparse) < row.nbytes else row.clone()
+    sparse = int(row.count_nonzero()) * (torch.long.itemsize + row.itemsize)  # an index with each number
+    return row.to_sparse() if sparse < row.nbytes else row.clone()
 
 
 def size_of(row: torch.Tensor | None) -> int:

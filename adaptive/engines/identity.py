@@ -26,10 +26,14 @@ def weights_hash(folder: Path, needed: bool = True, counted: bool = True) -> str
         if (folder / name).is_file():
             digest.update((folder / name).read_bytes())
     for file in weights:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(IDENTITY_BYTES))
-            stream.seek(max(0, size - IDENTITY_BYTES))
-            digest.update(stream.read(IDENTITY_BYTES))
+        digest.update(f"{file.name} ".encode() + ends(file))
     return digest.hexdigest()[:16]
+
+
+def ends(file: Path) -> bytes:
+    """What identifies a file of weights: its size, first and last megabyte."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        first = stream.read(IDENTITY_BYTES)
+        stream.seek(max(0, size - IDENTITY_BYTES))
+        return f"{size}".encode() + first + stream.read(IDENTITY_BYTES)

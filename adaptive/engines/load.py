@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from adaptive.devices import choose_device, quantisation
 from adaptive.engines.head.kinds import HeadKind
 from adaptive.engines.llamacpp.files import load_gguf
-from adaptive.engines.llamacpp.model import parts_of
+from adaptive.engines.llamacpp.model import gguf_bytes
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.settings import Quantisation, Settings, memory_bytes
 
@@ -367,7 +367,7 @@ def weight_bytes(source: Source | None) -> int:
     if source is not None and source.head is HeadKind.MTP:
         return 0
     if source is not None and source.gguf is not None:
-        return sum(part.stat().st_size for part in parts_of(source.gguf))
+        return gguf_bytes(source.gguf)
     return sum(file.stat().st_size for file in source.folder.glob("*.safetensors")) if source else 0
 
 

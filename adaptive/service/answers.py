@@ -120,7 +120,7 @@ async def _keep_off_the_log(api: Api, held: Held, session: str | None) -> None:
     found = set()
     for job in list(api.jobs):
         name = names.get(job, job.ask.session)
-        if (session is not None and name == session) or job.ask.repeats(held, name):
+        if (session is not None and name == session) or job.ask.repeats([held], name):
             job.ask.forgotten.set()
             found.add(job)
 

@@ -20,6 +20,7 @@ from adaptive.drafting.archive import owner_name
 from adaptive.encoding import encode_text
 from adaptive.errors import AdaptiveError
 from adaptive.grammar import Grammar
+from adaptive.headers import session_name
 from adaptive.records.holders import Held
 from adaptive.service.calls import Reading
 from adaptive.service.chats import prepare
@@ -115,7 +116,7 @@ class Api:
             n=body.n or 1,
             client=body.user or (request.client.host if request.client else ""),
             owner=owner_name(body.user or ""),
-            session=_session(request.headers.get("x-session-id", "")),
+            session=session_name(request.headers.get("x-session-id", "").encode("latin-1")) or None,
             record=body.store is not False,
             supervise=top is not None,
             stream=bool(body.stream),
@@ -125,7 +126,7 @@ class Api:
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
         job = Job(ask, lambda event: _hand_over(loop, events, event))
         self.jobs.add(job)
-        if any(ask.repeats(held, ask.session) for held in self.forgotten):
+        if ask.repeats(self.forgotten, ask.session):
             ask.forgotten.set()
         self.engine.submit(job)
         tokens = sum(len(prompt.ids) for prompt in prompts)
@@ -158,15 +159,6 @@ class Api:
         finally:
             gone.cancel()
             job.cancel()
-
-
-def _session(header: str) -> str | None:
-    """The session that a header names, None for an empty one. Headers are bytes, which most clients write as UTF-8, and
-    which are read as Latin-1."""
-    try:
-        return header.encode("latin-1").decode("utf-8") or None
-    except UnicodeDecodeError:
-        return header
 
 
 def _hand_over(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event], event: Event) -> None:

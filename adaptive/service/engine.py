@@ -247,9 +247,8 @@ class EngineThread:
         """Start waiting jobs while slots are free. If no job is running, wait up to POLL_S for one."""
         while self.state == "ready" and len(self.works) < self.slots:
             job = self.queue.take(0 if self.works else POLL_S, lambda job: self._may_begin(session.assistant, job))
-            if job is not None or not len(self.queue):
-                self._fetching = None  # it was read, or its job was cancelled: frees the memory
             if job is None and not len(self.queue):
+                self._release(session.assistant)  # its job was cancelled
                 job = self._with_more(session.assistant)
             if job is None:
                 return
@@ -258,6 +257,12 @@ class EngineThread:
             self.works = [*self.works, work]
             self._forget_if_asked(session.assistant)
             self._next(session.assistant, work)
+            self._release(session.assistant)  # it was read, or is of no use any more
+
+    def _release(self, assistant: Assistant) -> None:
+        """Free the memory of a kept cache that was read ahead."""
+        self._fetching = None
+        assistant.conversations.release()
 
     def _with_more(self, assistant: Assistant) -> Job | None:
         """A running job with answers not yet begun, for a free slot that no other job needs. Its answers in progress

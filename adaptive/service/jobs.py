@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from adaptive.answering import Question
@@ -51,9 +51,10 @@ class Ask:
         """The total number of answers."""
         return len(self.prompts) * self.n
 
-    def repeats(self, held: Held, session: str | None) -> bool:
-        """Whether a prompt holds one of these answers. ``session`` is that of the request, if it is known."""
-        return any(held.holds(Asked(session or "", prompt.messages, prompt.text)) for prompt in self.prompts)
+    def repeats(self, held: Sequence[Held], session: str | None) -> bool:
+        """Whether a prompt holds an answer of these. ``session`` is that of the request, if it is known."""
+        asked = [Asked(session or "", prompt.messages, prompt.text) for prompt in self.prompts] if held else []
+        return any(one.holds(request) for request in asked for one in held)
 
 
 def question(ask: Ask, index: int) -> Question:

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 from starlette.types import Message, Receive, Scope, Send
 
+from adaptive.headers import session_name
 from adaptive.service.errors import error_object
 from adaptive.tls import trusted
 from adaptive.upstream.asking import PATHS, Asked, read, unlogged, with_logprobs
@@ -334,7 +335,7 @@ class _Passing:
     ) -> None:
         book = self.proxy.logbook
         taken = time.perf_counter() - self.began
-        session = headers.get(b"x-session-id", b"upstream").decode("latin-1")
+        session = session_name(headers.get(b"x-session-id", b"")) or "upstream"
         assert book is not None
         try:
             book.put(

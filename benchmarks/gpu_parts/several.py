@@ -9,7 +9,6 @@ from adaptive.answering import Answering, Question
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
 from adaptive.decoding.batch import Batch
-from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.protocol import ExtendCall
 from adaptive.pair import Pair
 from adaptive.types import StopParams
@@ -26,18 +25,13 @@ CACHES = 16 << 30
 
 def several(bench: Bench, kind: str) -> Figures:
     """Time passes over several texts, with one token of each and with more, and several answers at once."""
-    pair, texts = bench.workshop.pair(kind), bench.scale.texts
-    target = model_of(pair.target)
-    whole = bench.budget
+    texts, whole = bench.scale.texts, bench.budget
+    found: Figures = {"eager passes": _passes(bench, bench.workshop.pair(kind, graphs=False), whole.share(EAGER))}
+    pair = bench.workshop.pair(kind)
     began = time.perf_counter()
-    target.prepare_together(max(texts), False)
-    found: Figures = {"seconds of recording": time.perf_counter() - began}
-    found["recorded passes"] = _passes(bench, target, whole.share(RECORDED))
-    kept, target.recorded = target.recorded, None
-    try:
-        found["eager passes"] = _passes(bench, target, whole.share(EAGER))
-    finally:
-        target.recorded = kept
+    model_of(pair.target).prepare_together(max(texts), False)
+    found["seconds of recording"] = time.perf_counter() - began
+    found["recorded passes"] = _passes(bench, pair, whole.share(RECORDED))
     lengths = (0, bench.scale.lengths[0])
     _answers(bench, pair, max(texts), lengths[-1])  # its first passes load kernels
     for length in lengths:
@@ -47,10 +41,10 @@ def several(bench: Bench, kind: str) -> Figures:
     return found
 
 
-def _passes(bench: Bench, target: TransformersEngine, budget: Budget) -> dict[str, float]:
-    """Seconds of passes over each number of texts, and of as many passes over one."""
-    scale = bench.scale
-    words = text(bench, bench.workshop.pair(bench.workshop.kind or ""), CONTEXT + 16)
+def _passes(bench: Bench, pair: Pair, budget: Budget) -> dict[str, float]:
+    """Seconds of passes over each number of texts, with one token of each and with more."""
+    scale, target = bench.scale, model_of(pair.target)
+    words = text(bench, pair, CONTEXT + 16)
     held = [target.sequence() for _ in range(max(scale.texts))]
     for number, sequence in enumerate(held):
         sequence.reserve(CONTEXT + 32)

@@ -21,10 +21,14 @@ from test_cuda_graphs import (  # noqa: F401 - run here on the device
     test_a_proposal_over_recorded_steps_is_the_one_over_eager_steps,
     test_every_conversation_is_replayed_by_the_same_recordings,
     test_other_texts_and_adapters_reuse_the_recordings,
-    test_passes_over_several_texts_are_replayed,
-    test_passes_over_several_texts_that_are_wrong_are_not_used,
     test_recorded_passes_equal_the_models_own,
     test_what_was_not_prepared_is_eager_and_right,
+)
+from test_cuda_several import (  # noqa: F401 - as above
+    test_answers_at_once_over_recorded_passes_are_those_of_each_alone,
+    test_only_what_is_too_long_for_a_pass_over_several_texts_has_another_one,
+    test_passes_over_several_texts_are_replayed,
+    test_passes_over_several_texts_that_are_wrong_are_not_used,
 )
 
 from adaptive.assistant import Assistant

@@ -67,8 +67,8 @@ class Texts:
             return
         wanted = [cache.addresses() for cache in caches]
         if wanted != self._known:
-            numbers = torch.tensor(wanted).view(self.count, -1, 3).permute(1, 2, 0).contiguous()
-            self._table.copy_(numbers.pin_memory(), non_blocking=True)
+            numbers = uploaded(wanted, torch.long, self.start.device).view(self.count, -1, 3)
+            self._table.copy_(numbers.permute(1, 2, 0))
             self._known = wanted
 
     def keep(self, hidden: torch.Tensor) -> None:

@@ -235,7 +235,7 @@ class RollbackCache(Cache):
         self.keeps = keeps
         self._hidden: torch.Tensor | None = None  # (capacity, width); None before the first pass
         self._room = 0  # reserved tokens
-        self._lies: tuple[list[Any], tuple[int, ...]] = [], ()  # buffers of keys, and the ``addresses`` with them
+        self._lies: tuple[int, ...] = ()  # the ``addresses``; empty until they are asked for
 
     @property
     def length(self) -> int:
@@ -273,7 +273,7 @@ class RollbackCache(Cache):
         self._hidden = hidden
         self._room = max(self._room, capacity)
         if small:
-            self._lies = [], ()  # which would keep the old buffers
+            self._lies = ()
 
     def _grown(self, capacity: int) -> torch.Tensor | None:
         """A buffer for the hidden states of ``capacity`` tokens, with the present contents; None before the first
@@ -326,15 +326,10 @@ class RollbackCache(Cache):
     def addresses(self) -> tuple[int, ...]:
         """For each layer the addresses of its keys and of its values, and its capacity. Call it after the first pass of
         a model without recurrent layers. The same object until a buffer is replaced."""
-        keys = [layer.keys for layer in self._attention]
-        known, found = self._lies
-        if len(known) != len(keys) or any(a is not b for a, b in zip(keys, known, strict=True)):
-            each = ((la.keys, la.values) for la in self._attention)
-            found = tuple(
-                n for k, v in each if k is not None and v is not None for n in (k.data_ptr(), v.data_ptr(), k.shape[2])
-            )
-            self._lies = keys, found
-        return found
+        if not self._lies:
+            pairs = self.buffers().layers
+            self._lies = tuple(n for k, v in pairs for n in (k.data_ptr(), v.data_ptr(), k.shape[2]))
+        return self._lies
 
     def lies_in(self, buffers: Buffers) -> bool:
         """Whether the cache uses these buffers, and has not replaced any of them by a larger one."""
@@ -350,7 +345,7 @@ class RollbackCache(Cache):
             held = min(len(buffers.hidden), len(self._hidden))
             buffers.hidden[:held] = self._hidden[:held]
         self._hidden = buffers.hidden
-        self._lies = [], ()
+        self._lies = ()
 
     def advance(self, count: int) -> None:
         """Count ``count`` more tokens as held, which a recorded, joint or tree pass has written."""

@@ -126,7 +126,7 @@ class RecordedPasses:
             self._use(chooser)
         try:
             for cache, end in zip(caches, ends, strict=True):
-                if cache.capacity < end:
+                if cache.capacity < end:  # by as little as possible: mostly it is the padding that has no room
                     cache.reserve(end)
         except RuntimeError:  # no memory for what a pass is padded with
             return None

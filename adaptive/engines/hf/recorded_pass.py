@@ -6,6 +6,7 @@ was captured. ``ShortPass`` is ours (``engines/cuda/``), over one text or severa
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -58,7 +59,7 @@ class Recordable(Protocol):
         """The model's own forward of tokens (n,) at ``places`` (n,). Returns logits (n, vocab)."""
 
 
-class RecordedPass:
+class RecordedPass(ABC):
     """A pass over a fixed number of tokens of each text, and the chooser on the last token of the first one. If the
     device is not CUDA, the operations are run each time instead of replayed."""
 
@@ -109,13 +110,13 @@ class RecordedPass:
             self.which.chooser(logits.index_select(0, self._last))
         return logits
 
+    @abstractmethod
     def _aim(self, caches: Sequence[RollbackCache]) -> None:
         """Write into the tensors that the pass reads where the caches are, and how long."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _forward(self, caches: Sequence[RollbackCache]) -> torch.Tensor:
         """The logits (texts * size, vocab)."""
-        raise NotImplementedError
 
 
 class OwnPass(RecordedPass):

@@ -112,8 +112,10 @@ class Together:
         recorded = self.engine.recorded
         if recorded is None or not recorded.shares:
             return hf_joint.extend_together(self.engine, parts)
-        short = [part for part in parts if part.tree is None and len(part.tokens) <= SHARED[-1]]
-        rest = [part for part in parts if not any(part is one for one in short)]
+        short: list[hf_joint.Part] = []
+        rest: list[hf_joint.Part] = []
+        for part in parts:
+            (short if part.tree is None and len(part.tokens) <= SHARED[-1] else rest).append(part)
         found: dict[int, torch.Tensor] = {}
         for first in range(0, len(short), MOST_TEXTS):
             some = short[first : first + MOST_TEXTS]

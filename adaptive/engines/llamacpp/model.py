@@ -100,6 +100,11 @@ def parts_of(path: Path) -> list[Path]:
     return [path.with_name(f"{found[1]}-{number:05d}-of-{found[2]}.gguf") for number in range(1, int(found[2]) + 1)]
 
 
+def gguf_bytes(path: Path) -> int:
+    """Bytes of a GGUF file, all its parts included."""
+    return sum(part.stat().st_size for part in parts_of(path))
+
+
 def rewrite(path: Path, file: Path, change: Callable[[str, int, np.ndarray], np.ndarray | None]) -> None:
     """Copy the GGUF file ``path`` to ``file`` with other weights in the same places.
 
@@ -207,7 +212,7 @@ class LlamaModel:
         # -1 puts all layers on the accelerator; 0 keeps everything in main memory.
         offloaded = gpu and library.llama_supports_gpu_offload()
         params.n_gpu_layers = -1 if offloaded else 0
-        own = not offloaded and sum(part.stat().st_size for part in parts_of(path)) < OWN_SHARE * memory().available
+        own = not offloaded and gguf_bytes(path) < OWN_SHARE * memory().available
         if own:
             params.load_mode = library.LLAMA_LOAD_MODE_NONE
         before: set[tuple[int, int]] | None = None
