@@ -141,13 +141,14 @@ def run_loop(
     runs: int = RUNS,
     certain: Certain | None = None,
     seeded: bool = False,
+    seed: int = 11,
 ) -> Counter[tuple[int, ...]]:
-    """The first three of four tokens of ``runs`` generations by the whole loop (so that two are drafted at once). With
-    ``seeded`` each generation has its own seed."""
+    """The first three of four tokens of ``runs`` generations by the whole loop (so that two are drafted at once), all
+    drawn under one ``seed``. With ``seeded`` each generation has its own."""
     target, draft = models
     one, other = sequences(target, draft)
     assert other is not None
-    generator = torch.Generator().manual_seed(11)
+    generator = torch.Generator().manual_seed(seed)
     counts: Counter[tuple[int, ...]] = Counter()
     for number in range(runs):
         one.rollback(len(PROMPT) - 1)
