@@ -288,17 +288,12 @@ def test_an_error_of_the_server_is_passed_on(stage: Make) -> None:
     assert len(here.server.asked(CHAT)) == 1
 
 
-def test_a_connection_that_was_closed_while_it_was_idle_is_opened_anew(stage: Make) -> None:
-    heard: list[bytes] = []
-
-    def script(asked: Heard, connection: socket.socket) -> None:
-        heard.append(asked.body)
-        if len(heard) > 1:
-            say(asked, connection)
-
-    here = stage(script)
-    assert httpx.post(here.url + CHAT, json=ASK).status_code == 200
-    assert heard[0] == heard[1]
+def test_an_answer_that_never_begins_is_said_and_its_request_is_not_sent_twice(stage: Make) -> None:
+    here = stage(lambda asked, connection: None)
+    answer = httpx.post(here.url + CHAT, json=ASK)
+    assert answer.status_code == 502
+    assert "closed the connection without an answer" in answer.json()["error"]["message"]
+    assert len(here.server.asked(CHAT)) == 1
 
 
 def test_a_server_that_is_down_is_said_in_one_line() -> None:

@@ -16,13 +16,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 from starlette.types import Message, Receive, Scope, Send
 
 from adaptive.headers import session_name
 from adaptive.service.errors import error_object
-from adaptive.tls import trusted
 from adaptive.upstream.asking import PATHS, Asked, read, unlogged, with_logprobs
+from adaptive.upstream.connections import CONNECT_S, Answer, Connections, ServerCutError, UnreachableError
 from adaptive.upstream.events import Passage
 from adaptive.upstream.kinds import UNKNOWN, WANTED, Kind, kind_of
 from adaptive.upstream.logbook import Exchange, Logbook
@@ -36,9 +35,6 @@ HOP = frozenset(
 )
 # Whoever sends it with "off" is not logged.
 OPT_OUT = b"x-adaptive-record"
-# Seconds to reach the server, and between an answer and the end of an idle connection to it: less than servers keep
-# one (5 s with most), so that no request goes into one that has just been closed.
-CONNECT_S, IDLE_S = 10.0, 3.0
 # Bytes of a request that is looked into. A longer one passes without being held in memory.
 MOST_READ = 32 << 20
 # Bytes of an answer that are read without a thread. Too low: short answers are later. Too high: other requests wait.
@@ -58,12 +54,6 @@ IN_A_ROW = 2
 STATUS = "/adaptive/upstream"
 # Says of an answer's length that it is the server's.
 SAME = -1
-# How a connection ends that is closed before an answer has begun.
-CLOSED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
-
-
-class ServerCutError(Exception):
-    """The server has ended its answer before its end."""
 
 
 class ClientGoneError(Exception):
@@ -101,17 +91,13 @@ class Proxy:
         self._most = WANTED  # alternatives a token that the server is known or believed to give
         self._refusals = 0  # in a row, of requests with that many
         self._places = asyncio.Semaphore(most)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=most, keepalive_expiry=IDLE_S)
-        timeout = httpx.Timeout(None, connect=CONNECT_S)
-        self.client = httpx.AsyncClient(
-            limits=limits, timeout=timeout, trust_env=False, verify=trusted(), follow_redirects=False
-        )
+        self.connections = Connections(self.url, most)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Close the connections to the server."""
         if self._looking is not None:
             self._looking.cancel()
-        await self.client.aclose()
+        self.connections.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -127,12 +113,12 @@ class Proxy:
         try:
             async with self._places:
                 await passing.run()
-        except httpx.HTTPError as error:
+        except UnreachableError as error:
             self.counts.failed += 1
-            await passing.fail(f"the server at {self.url} cannot be reached: {_reason(error)}")
+            await passing.fail(f"the server at {self.url} cannot be reached: {error}")
         except ServerCutError as error:
             self.counts.cut += 1  # an answer that has begun is not completed, so that the client's connection ends, too
-            await passing.fail(f"the server at {self.url} broke off its answer: {_reason(error)}")
+            await passing.fail(f"the server at {self.url} broke off its answer: {error}")
         except ClientGoneError:
             self.counts.cut += 1
         except asyncio.CancelledError:
@@ -177,13 +163,18 @@ class Proxy:
 
     async def _look(self, key: str | None) -> None:
         """Ask the server for its models, on behalf of all requests that wait for that."""
-        headers = {} if key is None else {"Authorization": key}
+        headers = [] if key is None else [(b"authorization", key.encode("latin-1"))]
+
+        async def ask() -> tuple[int, bytes]:
+            async with self.connections.ask("GET", b"/v1/models", headers) as answer:
+                return answer.status, await answer.read()
+
         try:
-            answer = await self.client.get(f"{self.url}/v1/models", headers=headers, timeout=CONNECT_S)
-            said = answer.json() if answer.status_code == 200 else None
-            if said is not None or (self.kind is not None and answer.status_code in UNLISTED):
+            status, body = await asyncio.wait_for(ask(), CONNECT_S)
+            said = json.loads(body) if status == 200 else None
+            if said is not None or (self.kind is not None and status in UNLISTED):
                 self._found(said)
-        except (httpx.HTTPError, ValueError):
+        except (UnreachableError, ServerCutError, asyncio.TimeoutError, ValueError):
             pass
         finally:
             self._looking = None
@@ -236,7 +227,7 @@ class _Passing:
         self.created, self.began = time.time(), time.perf_counter()
 
     async def run(self) -> None:
-        """Ask the server and hand its answer on. Raises httpx.HTTPError where it cannot be asked."""
+        """Ask the server and hand its answer on. Raises UnreachableError where it cannot be asked."""
         headers = dict(self.headers)
         private = headers.get(OPT_OUT, b"").strip().lower() in (b"off", b"no", b"0", b"false")
         self.headers = [(name, value) for name, value in self.headers if name != OPT_OUT]
@@ -277,46 +268,46 @@ class _Passing:
             return
         wanted = self.proxy.alternatives(kind)
         more = with_logprobs(asked, kind, wanted)
-        async with self._sent(more.body, plain=True) as response:
-            if not (more.added and response.status_code in REFUSALS):
-                if more.added and response.status_code == 200:
+        async with self._sent(more.body, plain=True) as answer:
+            if not (more.added and answer.status in REFUSALS):
+                if more.added and answer.status == 200:
                     self.proxy.taken()
-                await self._answer(more, kind, headers, key, response)
+                await self._answer(more, kind, headers, key, answer)
                 return
         # Whatever the reason was, the client is told what the server says to its own request.
-        async with self._sent(asked.body, plain=True) as response:
-            if response.status_code < 400:
+        async with self._sent(asked.body, plain=True) as answer:
+            if answer.status < 400:
                 self.proxy.refused(wanted)
-            await self._answer(asked, kind, headers, key, response)
+            await self._answer(asked, kind, headers, key, answer)
 
     async def _answer(
-        self, asked: Asked, kind: Kind, headers: dict[bytes, bytes], key: str | None, response: httpx.Response
+        self, asked: Asked, kind: Kind, headers: dict[bytes, bytes], key: str | None, answer: Answer
     ) -> None:
-        content = response.headers.get("content-type", "")
-        encoded = response.headers.get("content-encoding", "identity") != "identity"
-        if response.status_code != 200 or encoded or not content.startswith(("application/json", "text/event-stream")):
-            if response.status_code == 200 and encoded and self.proxy.logbook is not None:
+        content = answer.header(b"content-type")
+        encoded = (answer.header(b"content-encoding") or "identity") != "identity"
+        if answer.status != 200 or encoded or not content.startswith(("application/json", "text/event-stream")):
+            if answer.status == 200 and encoded and self.proxy.logbook is not None:
                 self.proxy.logbook.leave_out("the server compresses it, although it was asked not to")
-            await self._relay(response)
+            await self._relay(answer)
             return
         streamed = content.startswith("text/event-stream")
         passage = Passage(asked, kind, streamed)
         first: float | None = None
         try:
             if streamed:
-                await self._start(response)
-            async for data in self._incoming_of(response):
+                await self._start(answer)
+            async for data in answer.pieces():
                 first = first or time.perf_counter() - self.began
                 if not passage.too_long(data):
                     out = passage.feed(data)
                 else:
                     out = await asyncio.to_thread(passage.feed, data)
-                    await self._start(response, None if asked.added else SAME)
+                    await self._start(answer, None if asked.added else SAME)
                 if out:
                     await self._send_body(out)
             out = await _rest(passage)
             if not self.started:
-                await self._start(response, len(out))
+                await self._start(answer, len(out))
             await self._send_body(out)
             await self._finish()
         finally:
@@ -345,45 +336,32 @@ class _Passing:
             logger.exception("an answer could not be handed to the log")
 
     async def _pass(self, body: bytes | AsyncIterator[bytes]) -> None:
-        async with self._sent(body, plain=False) as response:
-            await self._relay(response)
+        async with self._sent(body, plain=False) as answer:
+            await self._relay(answer)
 
-    async def _relay(self, response: httpx.Response) -> None:
+    async def _relay(self, answer: Answer) -> None:
         """The answer as it comes."""
-        await self._start(response)
-        async for data in self._incoming_of(response):
+        await self._start(answer)
+        async for data in answer.pieces():
             await self._send_body(data)
         await self._finish()
 
-    @contextlib.asynccontextmanager
-    async def _sent(self, body: bytes | AsyncIterator[bytes], plain: bool) -> AsyncIterator[httpx.Response]:
+    def _sent(self, body: bytes | AsyncIterator[bytes], plain: bool) -> contextlib.AbstractAsyncContextManager[Answer]:
         """The server's answer to this request; with ``plain`` not compressed."""
         headers = [(name, value) for name, value in self.headers if name not in (b"host", b"content-length")]
         if plain:
             headers = [(name, value) for name, value in headers if name != b"accept-encoding"]
             headers.append((b"accept-encoding", b"identity"))
         if not isinstance(body, bytes):
-            headers += [(name, value) for name, value in self.headers if name == b"content-length"]
-            bodiless = not any(n in (b"content-length", b"transfer-encoding") for n, _ in self.scope["headers"])
-            body = b"" if bodiless else body
+            framing = [one for one in self.scope["headers"] if one[0] in (b"content-length", b"transfer-encoding")]
+            headers += framing
+            body = body if framing else b""
         if isinstance(body, bytes):
             self._watch()  # else when it has been read
-        target = self.proxy.url + self.scope["raw_path"].decode("latin-1")
+        target = self.scope["raw_path"]
         if self.scope["query_string"]:
-            target += "?" + self.scope["query_string"].decode("latin-1")
-        method, client = self.scope["method"], self.proxy.client
-        for last in (not isinstance(body, bytes), True):
-            request = httpx.Request(method, target, headers=headers, content=body or None)
-            try:
-                response = await client.send(request, stream=True)
-                break
-            except CLOSED:  # it may have ended an idle connection at the very moment when we took that
-                if last:
-                    raise
-        try:
-            yield response
-        finally:
-            await response.aclose()
+            target += b"?" + self.scope["query_string"]
+        return self.proxy.connections.ask(self.scope["method"], target, headers, body)
 
     async def _incoming(self) -> AsyncIterator[bytes]:
         """The body of the client's request. Raises ClientGoneError where it does not come to its end."""
@@ -395,14 +373,6 @@ class _Passing:
             if not message.get("more_body"):
                 self._watch()
                 return
-
-    async def _incoming_of(self, response: httpx.Response) -> AsyncIterator[bytes]:
-        """The body of the server's answer, as it is on the wire. Raises ServerCutError."""
-        try:
-            async for piece in response.aiter_raw():
-                yield piece
-        except httpx.HTTPError as error:
-            raise ServerCutError(str(error)) from error
 
     def _watch(self) -> None:
         """From now on end this task where the client goes away; its request has been read."""
@@ -425,17 +395,16 @@ class _Passing:
         if watcher is not None:
             watcher.cancel()
 
-    async def _start(self, response: httpx.Response, length: int | None = SAME) -> None:
+    async def _start(self, answer: Answer, length: int | None = SAME) -> None:
         """Begin the answer with the server's status and headers; ``length`` is that of the body, where it is another
         than the server's, and None where it is not known yet."""
-        headers = [(name.lower(), value) for name, value in response.headers.raw]
-        headers = [(name, value) for name, value in headers if name not in HOP]
+        headers = [(name, value) for name, value in answer.headers if name not in HOP]
         if length is None:
             headers = [(name, value) for name, value in headers if name != b"content-length"]
         elif length != SAME:
             headers = [(n, b"%d" % length if n == b"content-length" else value) for n, value in headers]
         self.started = True
-        await self.send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+        await self.send({"type": "http.response.start", "status": answer.status, "headers": headers})
 
     async def _send_body(self, data: bytes) -> None:
         await self.send({"type": "http.response.body", "body": data, "more_body": True})
@@ -466,7 +435,3 @@ async def _say(send: Send, status: int, said: dict[str, Any]) -> None:
     start: Message = {"type": "http.response.start", "status": status, "headers": headers}
     await send(start)
     await send({"type": "http.response.body", "body": body})
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__

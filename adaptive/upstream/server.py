@@ -88,7 +88,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         await super().shutdown(sockets)  # type: ignore[arg-type]
-        await self._proxy.close()
+        self._proxy.close()
 
 
 @contextlib.contextmanager
