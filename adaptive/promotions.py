@@ -2,10 +2,12 @@
 
 In: the gate's figures for an adapter (``HeldOut``), the costs of a round (``CostTable``), and the time of answers
 before and after (``Spent``). Out: ``Promotion``, kept in ``promotions.json`` beside the log, oldest first.
+Several processes may use one file, such as a server and a chat; it is changed under a lock.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +23,8 @@ from checkpoints.manifest import HeldOut
 # Answers under an adapter that the expected speed is compared with, and as many before it. Too low: the ratio is mostly
 # chance. Too high: the answers are about other work.
 CHECKED = 40
+# Seconds to wait for another process's change of the file, which is one small write.
+CHANGE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,29 @@ def load(file: Path) -> list[Promotion]:
         return []
 
 
-def save(file: Path, promotions: Sequence[Promotion]) -> None:
-    """Replace ``file`` atomically. Raises OSError if that fails; the file is then unchanged."""
-    files.replace_text(file.parent, file, _FILE.dump_json(list(promotions), indent=1).decode())
+def keep(file: Path, promotions: Sequence[Promotion]) -> list[Promotion]:
+    """Add ``promotions`` to those in ``file``, to which another process may have added some, and return them all. Of
+    two of one adapter the one that tells more is kept. Raises OSError if that fails; the file is then unchanged."""
+    from filelock import FileLock, Timeout
+
+    try:
+        with FileLock(file.with_suffix(".lock"), timeout=CHANGE_S, mode=0o600):
+            every = merged(load(file), promotions)
+            files.replace_text(file.parent, file, _FILE.dump_json(every, indent=1).decode())
+    except Timeout as error:
+        raise OSError(errno.EAGAIN, "another process is writing it") from error
+    return every
+
+
+def merged(some: Sequence[Promotion], others: Sequence[Promotion]) -> list[Promotion]:
+    """The promotions of both, oldest first; of two of one adapter the one that tells more."""
+    found: dict[str, Promotion] = {}
+    for one in (*some, *others):
+        known = found.get(one.adapter)
+        if known is None or _told(one) > _told(known):
+            found[one.adapter] = one
+    return sorted(found.values(), key=lambda one: (one.answer, one.at))
+
+
+def _told(promotion: Promotion) -> tuple[bool, bool]:
+    return promotion.came is not None, promotion.expected is not None

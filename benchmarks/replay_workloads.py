@@ -34,6 +34,8 @@ from adaptive.noise import keys_of, winner
 DEPTH = 16
 # Where several records share a prompt: tokens of the recorded answer that are added to the prompt.
 GIVEN = 16
+# Most tokens of an answer in a conversation.
+LONGEST_CALL = 60
 # Kinds that are also logged with a draft of random weights, and with a draft distilled on their first half.
 USELESS = ("gsm8k_train",)
 ADAPTED = ("gsm8k_train", "tool_calls")
@@ -251,7 +253,10 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=150)
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0 the kinds alone are logged")
     parser.add_argument("--rewrites", type=int, default=60, help="files of which the answer is a changed copy")
-    parser.add_argument("--turns", type=int, default=40, help="tool calls in one growing conversation")
+    parser.add_argument(
+        "--turns", type=int, default=40, help="tool calls in a growing conversation, where its context has room"
+    )
+    parser.add_argument("--conversations", type=int, default=1, help="such conversations, one after the other")
     parser.add_argument("--threads", type=int, default=0, help="torch threads, 0 for all cores")
     args = parser.parse_args()
 
@@ -323,22 +328,24 @@ def rewrites(target: Any, tokenizer: Any, args: argparse.Namespace) -> list[Text
 
 
 def conversation(target: Any, tokenizer: Any, args: argparse.Namespace) -> list[Text]:
-    """Successive tool calls in one growing conversation; its first message contains the tool's schema."""
+    """Successive tool calls in a few growing conversations; the first message of each contains a schema of its own."""
     by_schema: dict[str, list[str]] = {}
     with gzip.open(args.data / "tool_calls.jsonl.gz", "rt", encoding="utf-8") as file:
         for line in file:
             *head, task = json.loads(line)["messages"][0]["content"].rsplit("\n", 1)
             by_schema.setdefault("".join(head), []).append(task)
-    schema, tasks = max(by_schema.items(), key=lambda item: len(item[1]))
-    said: list[dict[str, str]] = []
     found: list[Text] = []
-    for number, task in enumerate(tasks[: args.turns]):
-        said.append({"role": "user", "content": task if number else f"{schema}\n{task}"})
-        prompt = _prompt(tokenizer, said)
-        ((_, answer),) = answers(target, [prompt], 60, tokenizer.pad_token_id, tokenizer.eos_token_id)
-        if len(answer) >= 3:
-            found.append((prompt, answer, len(answer) == 60))
-        said.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
+    for schema, tasks in sorted(by_schema.items(), key=lambda item: -len(item[1]))[: args.conversations]:
+        said: list[dict[str, str]] = []
+        for number, task in enumerate(tasks[: args.turns]):
+            said.append({"role": "user", "content": task if number else f"{schema}\n{task}"})
+            prompt = _prompt(tokenizer, said)
+            if len(prompt) + LONGEST_CALL > target.config.max_position_embeddings:
+                break
+            ((_, answer),) = answers(target, [prompt], LONGEST_CALL, tokenizer.pad_token_id, tokenizer.eos_token_id)
+            if len(answer) >= 3:
+                found.append((prompt, answer, len(answer) == LONGEST_CALL))
+            said.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
     return found
 
 

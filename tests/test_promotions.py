@@ -18,9 +18,9 @@ from adaptive.promotions import (
     Promotion,
     checked,
     expected_speed,
+    keep,
     load,
     perfect_speed_up,
-    save,
     seconds_a_token,
 )
 from adaptive.records.log import Log
@@ -222,5 +222,27 @@ def test_a_damaged_file_of_promotions_is_an_empty_one(tmp_path: Path, content: s
     file.write_text(content, encoding="utf-8")
     assert load(file) == []
     known = [Promotion("0001", 1.0, 5, 1.2, 1.4), Promotion("0002", 2.0, 9, None, None, 1.1, 0.9, 1.3, 40)]
-    save(file, known)
+    assert keep(file, known) == known
     assert load(file) == known
+
+
+def test_what_two_processes_keep_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "promotions.json"
+    first, second = Promotion("0001", 1.0, 5, None, None), Promotion("0002", 2.0, 9, 1.1, 1.3)
+    measured = replace(first, came=1.2, low=1.1, high=1.3, answers=40)
+    assert keep(file, [first]) == [first]
+    assert keep(file, [second]) == [first, second]  # who has not read the first one
+    assert keep(file, [measured, second]) == [measured, second]
+    assert keep(file, [replace(first, at=3.0)]) == [measured, second]  # who does not know what was measured
+    assert load(file) == [measured, second]
+
+
+def test_a_promotion_that_another_process_noted_is_noted_once(taught: Taught) -> None:
+    store = published(taught.state.adapters, 1)
+    one, other = Gains(taught.state), Gains(taught.state)
+    store.promote("0001", "better on held-out records")
+    with Log(taught.state.records) as log:
+        one.look(log, store.current(), lambda: COSTS)
+        (noted,) = load(taught.state.promotions)
+        other.look(log, store.current(), lambda: COSTS)
+    assert load(taught.state.promotions) == [noted]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from adaptive.control.costs import CostTable
-from adaptive.promotions import CHECKED, Promotion, checked, expected_speed, load, perfect_speed_up, save
+from adaptive.promotions import CHECKED, Promotion, checked, expected_speed, keep, load, merged, perfect_speed_up
 from adaptive.records.log import Log
 from adaptive.state import PairState
 from checkpoints.manifest import Manifest
@@ -39,7 +39,9 @@ class Gains:
         cannot be read; the next look does then what this one has not done."""
         if in_use is None:
             return
-        if all(promotion.adapter != in_use.id for promotion in self._known):
+        if self._is_new(in_use):  # another process may have noted it
+            self._known = merged(load(self._file), self._known)
+        if self._is_new(in_use):
             self._promoted(in_use, log.last_id(), costs())
             return
         last = self._known[-1]
@@ -50,6 +52,9 @@ class Gains:
             self._keep([*self._known[:-1], self._foreseen(last, in_use, costs())])
         if newest >= self._check_at:
             self._check(log)
+
+    def _is_new(self, adapter: Manifest) -> bool:
+        return all(promotion.adapter != adapter.id for promotion in self._known)
 
     def _promoted(self, manifest: Manifest, newest: int, costs: CostTable | None) -> None:
         self._check_at = newest + CHECKED
@@ -81,7 +86,7 @@ class Gains:
     def _keep(self, known: list[Promotion]) -> None:
         self._known = known
         try:
-            save(self._file, known)
+            self._known = keep(self._file, known)
         except OSError as error:
             logger.warning(
                 "%s cannot be written (%s); what came of a promotion is not kept", self._file, error.strerror
