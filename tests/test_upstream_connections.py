@@ -34,7 +34,7 @@ class Server:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         number = len(self.heard)
         self.heard.append([])
-        for answer in self.answers[number]:
+        for answer in self.answers[number] if number < len(self.answers) else ():
             if not (request := await _request(reader)):
                 break
             self.heard[number].append(request)
@@ -145,17 +145,38 @@ def test_a_connection_that_the_server_closed_or_that_was_idle_for_long_is_not_us
         await asyncio.sleep(0.05)  # the server closes it behind its only answer
         assert await post(here, b"hello") == b"ok"
 
-    there = run([[OK], [OK]], closed)
-    assert list(map(len, there.heard)) == [1, 1]
+    there = run([[OK]] * 4, closed)
+    assert sorted(map(len, there.heard))[-2:] == [1, 1]
 
     async def old(here: Connections, there: Server) -> None:
         assert await get(here) == b"ok"
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.6)
         assert there.ended == [0]  # without another request
         assert await get(here) == b"ok"
 
-    monkeypatch.setattr(connections, "IDLE_S", 0.02)
+    monkeypatch.setattr(connections, "IDLE_S", 0.2)
     assert list(map(len, run([[OK] * 2] * 2, old).heard)) == [1, 1]
+
+
+def test_where_the_server_closes_each_connection_the_next_one_is_opened_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(here: Connections, there: Server) -> None:
+        for number in range(1, 4):
+            assert await post(here, b"hello") == b"ok"
+            while len(there.heard) <= number:
+                await asyncio.sleep(0.005)
+        await asyncio.sleep(0.1)
+        assert len(there.heard) == 4  # one waits for the next request
+
+    assert list(map(len, run([[OK]] * 4, test).heard)) == [1, 1, 1, 0]
+    monkeypatch.setattr(connections, "IDLE_S", 0.1)
+
+    async def unused(here: Connections, there: Server) -> None:
+        assert await post(here, b"hello") == b"ok"
+        await asyncio.sleep(0.3)
+        assert sorted(there.ended) == [0, 1]  # it does not stay for long
+        assert len(there.heard) == 2
+
+    run([[OK]] * 4, unused)
 
 
 def test_an_answer_that_is_not_read_to_its_end_ends_its_connection() -> None:

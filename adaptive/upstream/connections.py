@@ -22,6 +22,9 @@ from adaptive.tls import trusted
 # Seconds to reach the server, and between an answer and the end of an idle connection to it: less than servers keep
 # one (5 s with most), so that few requests go into one that has just been closed.
 CONNECT_S, IDLE_S = 10.0, 3.0
+# Seconds after an answer in which the server shows whether it closes the connection (llama-server does so behind every
+# stream, without saying so). If it does, one is opened for the next request. Too low: a connection is opened in vain.
+AHEAD_S = 0.05
 # Bytes that are read at once, and most bytes of the headers of an answer.
 READ, HEADERS = 64 << 10, 100 << 10
 # Bytes of a path that are sent as they are.
@@ -79,8 +82,11 @@ class Connections:
         if parts.username is not None:
             login = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
             self._own.append((b"authorization", b"Basic " + base64.b64encode(login)))
+        self._own_names = {name for name, _ in self._own}
         self._most = most
         self._idle: list[_Connection] = []  # the one that was used last at the end
+        self._opening: asyncio.Task[None] | None = None  # of a connection for the next request
+        self._closed = False
 
     @contextlib.asynccontextmanager
     async def ask(
@@ -88,7 +94,7 @@ class Connections:
     ) -> AsyncIterator[Answer]:
         """The server's answer to this request; ``target`` is the path with its query. A ``body`` of bytes gets its
         length as a header, one in pieces has it among ``headers``. Raises UnreachableError."""
-        sent = [*self._own, *(one for one in headers if one[0] not in dict(self._own))]
+        sent = [*self._own, *(one for one in headers if one[0] not in self._own_names)]
         if isinstance(body, bytes) and (body or method in ("POST", "PUT", "PATCH")):
             sent.append((b"content-length", b"%d" % len(body)))
         request = h11.Request(method=method, target=self._prefix + quote(target, safe=PRINTABLE), headers=sent)
@@ -101,7 +107,7 @@ class Connections:
                 break
             except (h11.RemoteProtocolError, OSError) as error:
                 connection.close()
-                if connection.new:
+                if not connection.kept:
                     raise UnreachableError(_reason(error)) from error
             except BaseException:
                 connection.close()
@@ -112,13 +118,19 @@ class Connections:
             self._give_back(connection, answer)
 
     def close(self) -> None:
-        """Close the idle connections."""
+        """Close the idle connections, when all answers have ended."""
+        self._closed = True
+        if self._opening is not None:
+            self._opening.cancel()
         self._sweep(0.0)
 
     async def _take(self, new: bool) -> _Connection:
         self._sweep(IDLE_S)
-        if self._idle and not new:
-            return self._idle.pop()
+        if not new and not self._idle and self._opening is not None:
+            await asyncio.wait([self._opening])
+        return self._idle.pop() if self._idle and not new else await self._open()
+
+    async def _open(self) -> _Connection:
         opening = asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=READ)
         try:
             return _Connection(*await asyncio.wait_for(opening, CONNECT_S))
@@ -128,9 +140,29 @@ class Connections:
     def _give_back(self, connection: _Connection, answer: Answer) -> None:
         if not (answer.whole and connection.again()) or len(self._idle) >= self._most:
             connection.close()
-            return
+        else:
+            self._keep(connection)
+        if answer.whole:
+            asyncio.get_running_loop().call_later(AHEAD_S, self._look_ahead)
+
+    def _keep(self, connection: _Connection) -> None:
+        connection.kept, connection.since = True, time.monotonic()
         self._idle.append(connection)
         asyncio.get_running_loop().call_later(IDLE_S, self._sweep, IDLE_S)
+
+    def _look_ahead(self) -> None:
+        """Open a connection for the next request if none is left."""
+        self._sweep(IDLE_S)
+        if not self._idle and self._opening is None and not self._closed:
+            self._opening = asyncio.create_task(self._open_ahead())
+
+    async def _open_ahead(self) -> None:
+        try:
+            self._keep(await self._open())
+        except UnreachableError:
+            pass  # the next request says so
+        finally:
+            self._opening = None
 
     def _sweep(self, seconds: float) -> None:
         """Close what was idle for so long, or was closed by the server."""
@@ -142,12 +174,12 @@ class Connections:
 
 
 class _Connection:
-    """One connection. ``since``: when its last answer ended; ``new``: it has given none yet."""
+    """One connection. ``kept``: it was open before the request came, and idle ``since`` then."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._state = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEADERS)
-        self.new, self.since = True, 0.0
+        self.kept, self.since = False, 0.0
 
     @property
     def ended(self) -> bool:
@@ -185,7 +217,6 @@ class _Connection:
         if self.ended or self._state.our_state is not h11.DONE or self._state.their_state is not h11.DONE:
             return False
         self._state.start_next_cycle()
-        self.new, self.since = False, time.monotonic()
         return True
 
     def close(self) -> None:
