@@ -6,14 +6,18 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_trainer import BASE, SHORT, log, small_draft, spoken
 
+from adaptive.types import SamplingParams
 from checkpoints.store import AdapterStore, training_seconds
-from trainers.fit import Progress
+from trainers.dataset import Example
+from trainers.fit import DEFAULT_STEPS, Progress, _steps
+from trainers.recipe import Recipe
 from trainers.resume import Standing, TrainingState
 from trainers.run import DistillOutcome, distill
 
@@ -118,3 +122,21 @@ def test_a_state_that_cannot_be_read_begins_anew_and_changes_nothing(tmp_path: P
         assert again.last_id() == (None if damage == "key" else 7)
     assert not torch.equal(fresh[0], torch.zeros_like(fresh[0]))
     assert len({round(value, 6) for value in fresh[0].detach().flatten().tolist()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("generations", "tokens", "epochs", "steps"),
+    [
+        (400, 200, None, 12 * 50),
+        (400, 50, None, 24 * 50),
+        (400, 10, None, 36 * 50),  # as often as it gets
+        (8, 10, None, DEFAULT_STEPS),
+        (400, 10, 2.0, 2 * 50),
+    ],
+)
+def test_short_answers_are_passed_over_more_often(
+    generations: int, tokens: int, epochs: float | None, steps: int
+) -> None:
+    some = np.zeros(tokens, np.int32)
+    train = [Example(n, "", some, some, SamplingParams(), False, None) for n in range(generations)]
+    assert _steps(train, Recipe(epochs=epochs)) == steps

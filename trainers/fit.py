@@ -32,9 +32,12 @@ if TYPE_CHECKING:
 
 # Length of a run if none is requested: DEFAULT_EPOCHS passes over the training set, and at least DEFAULT_STEPS
 # steps, because a dozen passes over a hundred generations are too few steps to learn them.
-# Longer runs gain little (and stop by themselves once held-out acceptance falls).
+# Longer runs gain little (and stop by themselves once held-out acceptance falls). If the answers have fewer than LONG
+# tokens on average, as tool calls do, each step learns from fewer: they are passed over more often, up to MOST_TIMES
+# as often.
 DEFAULT_EPOCHS = 12
 DEFAULT_STEPS = 240
+LONG, MOST_TIMES = 100, 3.0
 # Share of a run in which the learning rate rises, and the largest gradient norm: common values, not tuned.
 WARM_UP = 0.05
 CLIP = 1.0
@@ -102,7 +105,7 @@ def fit(
     optimizer = torch.optim.AdamW(_groups(student.module, recipe), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     begun = state.load(weights, optimizer) if state else None
     now = begun or Standing(next_evaluation=1 / recipe.evaluations)
-    budget, stopped = _Budget(recipe, _steps(len(train), recipe), now, clock), False
+    budget, stopped = _Budget(recipe, _steps(train, recipe), now, clock), False
     known = now.best_step if begun else None  # of a run that is continued, the state that the last one left
     first, saved = now.step, clock()
     try:
@@ -145,12 +148,14 @@ def _groups(model: torch.nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def _steps(generations: int, recipe: Recipe) -> int:
-    """Number of updates of a run over this many ``generations``."""
-    once = math.ceil(generations / recipe.batch)
-    if recipe.epochs is None:
-        return max(DEFAULT_STEPS, DEFAULT_EPOCHS * once)
-    return max(1, math.ceil(recipe.epochs * once))
+def _steps(train: Sequence[Example], recipe: Recipe) -> int:
+    """Number of updates of a run over these generations."""
+    once = math.ceil(len(train) / recipe.batch)
+    if recipe.epochs is not None:
+        return max(1, math.ceil(recipe.epochs * once))
+    tokens = sum(len(example.output) for example in train) / len(train)
+    times = min(max(1.0, LONG / max(1.0, tokens)), MOST_TIMES)
+    return max(DEFAULT_STEPS, math.ceil(DEFAULT_EPOCHS * times * once))
 
 
 class _Budget:
