@@ -141,11 +141,15 @@ def replay(
     rounds: list[tuple[int, float, int]] = []
     choosing = 0.0
     for stretch in workload:
+        before, seen = None, 0
         if stretch.swap:
             policy.swapped()
         for trace in stretch.traces:
             policy.begin(Scope("replay", 0.0))
-            choosing += _replay_one(policy, trace, costs, noise, rounds, clock, recorded)
+            lag = trace.prompt - kept(before, seen, trace)
+            took, lag = _replay_one(policy, trace, costs, noise, rounds, clock, recorded, lag)
+            before, seen = trace, len(trace.text) - 1 - lag
+            choosing += took
             policy.ended(len(trace.accepted))
     tokens, seconds, drafted = (np.array(column) for column in zip(*rounds, strict=True))
     return Run(tokens.cumsum(), seconds.cumsum(), drafted, choosing)
@@ -159,9 +163,11 @@ def _replay_one(
     rounds: list[tuple[int, float, int]],
     clock: Clock,
     recorded: Recorded | None,
-) -> float:
-    """Replay one generation round by round. Returns the processor seconds that the policy's decisions took."""
-    at, n, lag, choosing = 0, len(trace.accepted), trace.prompt, 0.0
+    lag: int,
+) -> tuple[float, int]:
+    """Replay one generation round by round; ``lag`` tokens are not in the draft's cache at its beginning. Returns the
+    processor seconds that the policy's decisions took, and the tokens that are not in the cache at its end."""
+    at, n, choosing = 0, len(trace.accepted), 0.0
     leaves = np.append(np.flatnonzero(~trace.accepted), n).tolist()
     confidence = trace.confidence.tolist()
     nearest = 0
@@ -208,7 +214,19 @@ def _replay_one(
         clock.now += outcome.draft_s + outcome.verify_s + noise(between_s)
         lag = max(0, 1 + accepted - steps) if steps else lag + accepted + 1
         at += accepted + 1
-    return choosing
+    return choosing, lag
+
+
+def kept(before: Trace | None, seen: int, trace: Trace) -> int:
+    """The number of tokens of the prompt that the draft's cache holds. In a conversation it holds the first ``seen``
+    tokens of the text of the answer ``before``, where the prompt has the same; a new conversation has an empty one."""
+    if before is None:
+        return 0
+    held, prompt = before.text[:-1], trace.text[: trace.prompt]
+    most = min(len(held), len(prompt))
+    differs = np.flatnonzero(held[:most] != prompt[:most])
+    common = int(differs[0]) if len(differs) else most
+    return min(seen, common) if common >= before.prompt else 0
 
 
 def _exactly(seconds: float) -> float:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from controller import UNLIMITED, Clock, Noise, Stretch, pass_s, read_costs, workloads_of
+from controller import UNLIMITED, Clock, Noise, Stretch, kept, pass_s, read_costs, workloads_of
 from replay_workloads import DEPTH, Trace, load
 
 from adaptive.control.costs import CostTable
@@ -76,13 +76,14 @@ class Logged:
 
     name = MODEL
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, before: Logged | None = None) -> None:
+        """``before``: the draft of the answer before, whose cache it has if that is of the same conversation."""
         self.trace = trace
         self.text: list[int] = trace.text.tolist()
         self.drafts: list[int] = trace.drafts.tolist()
         self.sure: list[float] = trace.confidence.tolist()
         self.rejects = _next_rejected(trace.accepted.tolist())
-        self.seen = 0  # tokens in its cache
+        self.seen = 0 if before is None else kept(before.trace, before.seen, trace)  # tokens in its cache
         self.steps = self.fed = 0  # of the last proposal: passes, and tokens that the first pass took beyond one
 
     def limit(self, committed: int) -> int:
@@ -213,12 +214,14 @@ def replay(make: object, workload: list[Stretch], costs: CostTable, seed: int = 
     found = Replayed(0, 0.0, 0, Counter(), Counter())
     number = 0
     for stretch in workload:
+        logged: Logged | None = None
         if stretch.swap:
             policy.swapped()
         for trace in stretch.traces:
             policy.begin(Scope("replay", 0.0))
             history = Looking(running, records, matches, 0.0, clock=clock)
-            _replay_one(policy, trace, costs, noise, clock, found, history if looks else None, model)
+            logged = Logged(trace, logged)
+            _replay_one(policy, logged, costs, noise, clock, found, history if looks else None, model)
             policy.ended(len(trace.text) - trace.prompt)
             if looks:
                 number += 1
@@ -228,7 +231,7 @@ def replay(make: object, workload: list[Stretch], costs: CostTable, seed: int = 
 
 def _replay_one(
     policy: LengthPolicy,
-    trace: Trace,
+    logged: Logged,
     costs: CostTable,
     noise: Noise,
     clock: Clock,
@@ -236,7 +239,7 @@ def _replay_one(
     history: Looking | None,
     model: bool,
 ) -> None:
-    logged = Logged(trace)
+    trace = logged.trace
     text, end = logged.text, len(trace.text)
     committed = text[: trace.prompt + 1]
     grafting = None if history is None else Grafting(logged if model else None, history, policy)

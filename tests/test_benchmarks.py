@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,23 @@ def test_a_replay_charges_plain_decoding_as_plain_steps_in_a_row() -> None:
     expected = 1 / (COSTS.plain_step_s + COSTS.overhead_s + COSTS.token_s)
     assert controller.replay(lambda clock: FixedLength(0), workload, COSTS).rate == pytest.approx(expected)
     assert controller.best_per_round(workload, COSTS) == pytest.approx(expected)
+
+
+def test_a_replayed_draft_keeps_its_cache_within_a_conversation() -> None:
+    before = refused(6)  # a prompt of 4 tokens, and 7 of the answer
+    goes_on = replace(before, prompt=14, text=np.array([*before.text, 90, 91, 92, 93, 94], np.int32))
+    other = replace(goes_on, text=np.array([0, 1, *range(50, 64)], np.int32))
+    assert controller.kept(None, 8, goes_on) == 0
+    assert controller.kept(before, 8, goes_on) == 8
+    assert controller.kept(before, 11, goes_on) == 10  # the answer's last token was never fed
+    assert controller.kept(before, 8, other) == 0
+    spelled_anew = replace(goes_on, text=np.array([*before.text[:6], *range(60, 70)], np.int32))
+    assert controller.kept(before, 8, spelled_anew) == 6
+    drafted = [
+        controller.replay(lambda clock: FixedLength(1), [controller.Stretch(traces)], replace(COSTS, catch_up_s=1.0))
+        for traces in ([before, goes_on], [before, other])
+    ]
+    assert drafted[1].seconds[-1] - drafted[0].seconds[-1] == pytest.approx(10.0)
 
 
 def test_no_contender_has_answered_a_prompt_of_the_race_before_it_begins() -> None:
