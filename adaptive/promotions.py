@@ -7,7 +7,6 @@ Several processes may use one file, such as a server and a chat; it is changed u
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +22,6 @@ from checkpoints.manifest import HeldOut
 # Answers under an adapter that the expected speed is compared with, and as many before it. Too low: the ratio is mostly
 # chance. Too high: the answers are about other work.
 CHECKED = 40
-# Seconds to wait for another process's change of the file, which is one small write.
-CHANGE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -116,14 +113,9 @@ def load(file: Path) -> list[Promotion]:
 def keep(file: Path, promotions: Sequence[Promotion]) -> list[Promotion]:
     """Add ``promotions`` to those in ``file``, to which another process may have added some, and return them all. Of
     two of one adapter the one that tells more is kept. Raises OSError if that fails; the file is then unchanged."""
-    from filelock import FileLock, Timeout
-
-    try:
-        with FileLock(file.with_suffix(".lock"), timeout=CHANGE_S, mode=0o600):
-            every = merged(load(file), promotions)
-            files.replace_text(file.parent, file, _FILE.dump_json(every, indent=1).decode())
-    except Timeout as error:
-        raise OSError(errno.EAGAIN, "another process is writing it") from error
+    with files.changing(file):
+        every = merged(load(file), promotions)
+        files.replace_text(file.parent, file, _FILE.dump_json(every, indent=1).decode())
     return every
 
 

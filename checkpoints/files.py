@@ -12,6 +12,7 @@ import hashlib
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,9 @@ UNFINISHED = ".tmp-"
 # Names tried for an unfinished file. Its lock is only taken if ``sweep`` looks at it in that moment, or always, in a
 # folder of the kernel's own.
 TRIES = 100
+# Seconds to wait for another process's change of a file, which is one small write. Too low: a change is kept back on a
+# slow disk. Too high: a process that stands still while it holds the lock delays its caller.
+CHANGE_S = 5.0
 _mine: dict[Path, FileLock] = {}
 
 
@@ -53,6 +57,22 @@ def finished(path: Path) -> None:
     lock = _mine.pop(path, None)
     if lock is not None:
         _release(lock)
+
+
+@contextlib.contextmanager
+def changing(file: Path) -> Iterator[None]:
+    """Hold the lock under which the processes change ``file``. Raises OSError if it cannot be had."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(file.with_suffix(".lock"), timeout=CHANGE_S, mode=0o600)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise OSError(errno.EAGAIN, "another process holds its lock") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _lock_of(path: Path) -> FileLock:

@@ -26,6 +26,7 @@ from adaptive.promotions import (
 from adaptive.records.log import Log
 from adaptive.service.gains import Gains, why_not
 from adaptive.types import Generation, Round
+from checkpoints import files
 from checkpoints.manifest import HeldOut, Interval
 from checkpoints.store import AdapterStore
 
@@ -235,6 +236,17 @@ def test_what_two_processes_keep_is_kept(tmp_path: Path) -> None:
     assert keep(file, [measured, second]) == [measured, second]
     assert keep(file, [replace(first, at=3.0)]) == [measured, second]  # who does not know what was measured
     assert load(file) == [measured, second]
+
+
+def test_a_file_whose_lock_another_process_holds_stays_as_it_is(
+    taught: Taught, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(files, "CHANGE_S", 0.05)
+    store, file = published(taught.state.adapters, 1, promote=1), taught.state.promotions
+    with files.changing(file), Log(taught.state.records) as log:
+        Gains(taught.state).look(log, store.current(), lambda: COSTS)
+    assert f"{file} cannot be written (another process holds its lock)" in caplog.text
+    assert not file.exists()
 
 
 def test_a_promotion_that_another_process_noted_is_noted_once(taught: Taught) -> None:

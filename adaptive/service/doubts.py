@@ -27,10 +27,6 @@ logger = logging.getLogger("adaptive.trainer")
 # Too high: a draft that suits other text stays in use for longer.
 REVIEWED = 24
 
-# Seconds to wait for another process's change of the file, which is one small write. Too low: a change is kept back on
-# a slow disk. Too high: a process that stands still while it holds the lock delays training.
-CHANGE_S = 5.0
-
 
 class _File(BaseModel):
     """The contents of the file; it is damaged if a field without a default is missing."""
@@ -210,17 +206,12 @@ class Doubts:
     def _change(self, change: Change) -> Doubt:
         """Change what the file says now, which another process may have written, and return what it said before. A
         change that cannot be written is kept until the next one."""
-        from filelock import FileLock, Timeout
-
         before = self.now
         try:
-            with FileLock(self._file.with_suffix(".lock"), timeout=CHANGE_S, mode=0o600):
+            with files.changing(self._file):
                 before = self._changed(Doubt.load(self._file))
                 change(before).save(self._file)
                 self._unwritten.clear()
-        except Timeout:
-            self._unwritten.append(change)
-            self._warn(f"another process holds the lock of {self._file}; a restart may forget what is to be in it")
         except OSError as error:
             self._unwritten.append(change)
             self._warn(f"{self._file} cannot be written ({error.strerror}); a restart forgets what is in it")

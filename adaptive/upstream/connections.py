@@ -167,10 +167,12 @@ class Connections:
     def _sweep(self, seconds: float) -> None:
         """Close what was idle for so long, or was closed by the server."""
         until = time.monotonic() - seconds
-        gone = [one for one in self._idle if one.since <= until or one.ended]
-        self._idle = [one for one in self._idle if one not in gone]
-        for one in gone:
-            one.close()
+        idle, self._idle = self._idle, []
+        for one in idle:
+            if one.since <= until or one.ended:
+                one.close()
+            else:
+                self._idle.append(one)
 
 
 class _Connection:
