@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -134,7 +135,9 @@ class Connections:
         opening = asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=READ)
         try:
             return _Connection(*await asyncio.wait_for(opening, CONNECT_S))
-        except (OSError, asyncio.TimeoutError) as error:
+        except asyncio.TimeoutError as error:  # in some versions of Python an OSError, too
+            raise UnreachableError(f"no connection within {CONNECT_S:.0f} s") from error
+        except OSError as error:
             raise UnreachableError(_reason(error)) from error
 
     def _give_back(self, connection: _Connection, answer: Answer) -> None:
@@ -227,4 +230,7 @@ class _Connection:
 
 
 def _reason(error: BaseException) -> str:
+    """The error in words. asyncio says only that a call failed, and of which kind by number."""
+    if isinstance(error, OSError) and error.errno and "Connect call failed" in str(error):
+        return os.strerror(error.errno)
     return str(error) or type(error).__name__
