@@ -153,7 +153,7 @@ class HistoryAlone(FixedLength):
         """Never draft with the model."""
         return 0
 
-    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
         """All that was found, up to ``length``."""
         return Lead(min(self.length, limit, len(reach)), 0)
 
@@ -161,7 +161,7 @@ class HistoryAlone(FixedLength):
 class HistoryFirst(FixedLength):
     """A fixed precedence: history wherever it finds anything, else the model's draft of fixed length."""
 
-    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
         """All that was found, else the model's draft."""
         return Lead(min(DEPTH, limit, len(reach)), 0) if reach else Lead(0, length)
 
@@ -169,7 +169,7 @@ class HistoryFirst(FixedLength):
 class ModelFirst(FixedLength):
     """The other precedence: the model's draft of fixed length, and history behind it wherever it finds anything."""
 
-    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
         """Always the model's draft."""
         return Lead(0, length)
 

@@ -63,7 +63,7 @@ class Always(LengthPolicy):
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         return min(self.length, limit)
 
-    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
         before = min(len(reach), self.other, limit - 1) if self.front and length else 0
         return Lead(before, min(length, limit - before)) if before > 0 else Lead(0, length)
 

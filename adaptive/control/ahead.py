@@ -9,6 +9,9 @@ match and rounds after none.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Sequence
+
 # Weight left of a round after one later round: for the general rate, and for the rate after rounds of one kind, where
 # only rounds of that kind count (about 100 and 50 rounds). A longer memory reacts late to a change of subject, a
 # shorter one takes chance for a change.
@@ -31,6 +34,15 @@ class Discounted:
         self.seconds = self.keep * self.seconds + seconds
         self.rounds = self.keep * self.rounds + 1.0
 
+    def observe_all(self, tokens: Iterable[float], seconds: Iterable[float]) -> None:
+        """Add rounds, oldest first."""
+        keep, all_tokens, all_seconds, rounds = self.keep, self.tokens, self.seconds, self.rounds
+        for more, took in zip(tokens, seconds, strict=False):
+            all_tokens = keep * all_tokens + more
+            all_seconds = keep * all_seconds + took
+            rounds = keep * rounds + 1.0
+        self.tokens, self.seconds, self.rounds = all_tokens, all_seconds, rounds
+
     def rate(self, usual: float, seconds: float) -> float:
         """Tokens per second, with ``seconds`` imaginary seconds at the ``usual`` rate."""
         return (self.tokens + usual * seconds) / (self.seconds + seconds)
@@ -49,15 +61,21 @@ class Ahead:
         self.free = 0.0  # tokens of rounds with a match and without the draft, discounted as ``all``
         self.behind = {False: Discounted(KEEP_BEHIND), True: Discounted(KEEP_BEHIND)}
 
-    def observe(self, found: bool, tokens: float, seconds: float, after: bool | None, free: bool) -> None:
-        """Add a round that committed ``tokens`` tokens. ``found``: a proposal from earlier text was worth verifying in
-        it; ``after``: the same of the previous round of this text, None if there was none. ``free``: something was
-        found, and the draft took no part."""
-        self.all.observe(tokens, seconds)
-        self.free = KEEP * self.free + (tokens if free else 0.0)
-        self.left.observe(0.0 if found else 1.0, 0.0 if found else seconds)
+    def observe(
+        self, found: bool, tokens: Sequence[int], seconds: Sequence[float], after: bool | None, free: bool
+    ) -> None:
+        """Add rounds of one text that followed each other, with the tokens that each committed. ``found``: a proposal
+        from earlier text was worth verifying in each of them; ``after``: the same of the round before the first, None
+        if there was none. ``free``: something was found, and the draft took no part."""
+        self.all.observe_all(tokens, seconds)
+        for more in tokens:
+            self.free = KEEP * self.free + (more if free else 0.0)
+        self.left.observe_all(
+            itertools.repeat(0.0 if found else 1.0), itertools.repeat(0.0, len(seconds)) if found else seconds
+        )
         if after is not None:
-            self.behind[after].observe(tokens, seconds)
+            self.behind[after].observe(tokens[0], seconds[0])
+        self.behind[found].observe_all(tokens[1:], seconds[1:])
 
     def rescale(self, factor: float) -> None:
         """Multiply the seconds of all rounds by ``factor``."""

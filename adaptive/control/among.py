@@ -270,7 +270,7 @@ class BesideWithHistory(GoodputBeside):
         """See ``LengthPolicy``."""
         self._looking.looked(seconds, self._passed_s)
 
-    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
         """See ``LengthPolicy``."""
         verify = self._verify
         self._found = pays(reach, verify)
@@ -297,5 +297,5 @@ class BesideWithHistory(GoodputBeside):
     def _went_on(self, outcome: Round, draft_s: float) -> None:
         seconds = draft_s + self._verify[min(outcome.drafted, len(self._verify) - 1)]
         self._passed_s += seconds
-        self._ahead.observe(self._found, 1 + outcome.accepted, seconds / self._verify[0], self._after, self._found)
+        self._ahead.observe(self._found, [1 + outcome.accepted], [seconds / self._verify[0]], self._after, self._found)
         self._after, self._found = self._found, False

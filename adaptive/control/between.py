@@ -49,28 +49,28 @@ class Elapsed:
 
     def __init__(self) -> None:
         self.tokens = 0  # of this answer
-        self.rounds = 0  # since the last question, as their seconds and tokens
-        self._asked: float | None = None  # the time of that question
-        self._rounds_s, self._tokens = 0.0, 0
+        self.seconds = 0.0  # of all rounds
+        self.rounds = 0  # since the last question
+        self._asked: float | None = None  # the time of that question, and ``seconds`` and ``tokens`` then
+        self._seconds, self._tokens = 0.0, 0
         self._between, self._between_s, self._between_tokens = 0, 0.0, 0
 
     def begin(self) -> None:
         """Start an answer, whose first question ends no time between rounds."""
-        self._asked, self.tokens = None, 0
+        self._asked, self.tokens, self._tokens = None, 0, 0
 
     def ask(self, now: float) -> None:
         """Note a question at the time ``now``, in seconds."""
         if self._asked is not None and self.rounds:
             self._between += self.rounds
-            self._between_s += max(0.0, now - self._asked - self._rounds_s)
-            self._between_tokens += self._tokens
-        self._asked, self.rounds, self._rounds_s, self._tokens = now, 0, 0.0, 0
+            self._between_s += max(0.0, now - self._asked - (self.seconds - self._seconds))
+            self._between_tokens += self.tokens - self._tokens
+        self._asked, self.rounds, self._seconds, self._tokens = now, 0, self.seconds, self.tokens
 
     def passed(self, outcome: Round) -> None:
         """Add a finished round."""
         self.rounds += 1
-        self._rounds_s += outcome.draft_s + outcome.verify_s
-        self._tokens += 1 + outcome.accepted
+        self.seconds += outcome.draft_s + outcome.verify_s
         self.tokens += 1 + outcome.accepted
 
     def take(self) -> tuple[int, float, int]:

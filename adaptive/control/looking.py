@@ -15,7 +15,7 @@ from __future__ import annotations
 STEP = 0.025
 # Share of the decoding time for lookups that save less than they take. Too high: more time is lost when nothing
 # repeats. Too low: repetition is found late.
-SHARE = 0.001
+SHARE = 0.0005
 # Initial estimates, in seconds, of what a lookup takes and saves: every round looks until some lookups were in vain.
 # One lookup counts at most MOST times the current estimate, since its thread may have been off the core.
 USUAL_S, HOPED_S, MOST = 30e-6, 300e-6, 4.0

@@ -64,7 +64,7 @@ class NodesByCost(LengthPolicy):
         """Before every round, since rounds are long; not behind a tree."""
         return not behind
 
-    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
         """The other proposal, if more accepted tokens are expected of it than of the best tree."""
         most = max(0, min(limit, len(reach)))
         tree = self._accepted(self._best()) if length else 0.0
@@ -150,7 +150,7 @@ class _NodesBeside(Beside):
         place = policy._best() if policy.sums[0] else policy._first_try()
         return min(limit, NODES[place] // answers)
 
-    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
         """As alone."""
         return self._policy.lead(reach, length, limit, singly)
 

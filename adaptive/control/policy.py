@@ -90,14 +90,11 @@ class Beside:
     def look_skipped(self) -> None:
         """See ``LengthPolicy``."""
 
-    def leave_alone(self) -> None:
-        """See ``LengthPolicy``."""
-
     def rests(self, drafting: bool) -> int:
         """See ``LengthPolicy``."""
         return 0
 
-    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
         """See ``LengthPolicy``; for the round whose length was chosen last."""
         return Lead(0, length)
 
@@ -189,17 +186,15 @@ class LengthPolicy(ABC):
         """Note that the lookup behind this round's draft, which was worth its time, is not made: behind so many tokens
         no result could pay."""
 
-    def leave_alone(self) -> None:  # noqa: B027 - as above
-        """Note that the next round has no lookup and no call of ``lead``: the model drafts it, or it is plain."""
-
     def rests(self, drafting: bool) -> int:
         """The number of rounds after the next one that need no lookup either. ``drafting``: the model drafts them."""
         return 0
 
-    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
         """What the next round proposes, at most ``limit`` tokens. ``next_length`` chose ``length`` tokens of the model,
-        and a proposal that takes no forward was found: ``reach`` is, for each of its tokens, the probability that all
-        up to it are accepted. ``singly``: the draft reads each of them in a pass of its own."""
+        ``passed`` rounds ago, and a proposal that takes no forward was found: ``reach`` is, for each of its tokens, the
+        probability that all up to it are accepted. ``singly``: the draft reads each of them in a pass of its own.
+        Without this call, the model drafts the round, or it is plain."""
         return Lead(0, length)
 
     def adviser_behind(self, tokens: int, sure: float) -> Adviser | None:
@@ -273,7 +268,7 @@ class FixedLength(LengthPolicy):
         """True before every round that drafts, never before plain decoding."""
         return self.length > 0 and not behind
 
-    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
         """The other proposal if more accepted tokens are expected of it than of the model's drafts, since it costs no
         more."""
         most = min(self.length, limit, len(reach))
@@ -294,7 +289,7 @@ class FixedBeside(Beside):
         """The fixed length, or less if ``limit`` is lower."""
         return self._policy.next_length(limit)
 
-    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
         """As alone."""
         return self._policy.lead(reach, length, limit, singly)
 

@@ -29,6 +29,7 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from adaptive.control.ahead import Ahead
@@ -43,7 +44,19 @@ from adaptive.control.tries import BUDGET, Rival
 from adaptive.types import FREE, MODEL, Round
 
 # Most rounds in a row without a lookup before the policy is asked again. Too high: late when rounds become longer.
-MOST_RESTS = 16
+MOST_RESTS = 64
+
+
+@dataclass(slots=True)
+class Plan:
+    """The decision of ``lead`` about a round: whether history ``found`` something worth more than plain decoding; the
+    ``gain`` of its proposal, None if it is not worth verifying; whether the ``model`` drafts first; and the expected
+    ``loss`` if the model is tried in history's place."""
+
+    found: bool = False
+    gain: float | None = None
+    model: bool = False
+    loss: float | None = None
 
 
 class GoodputWithHistory(GoodputLength):
@@ -58,14 +71,8 @@ class GoodputWithHistory(GoodputLength):
         """As ``GoodputLength``."""
         self.ahead, self.rival = Ahead(), Rival()
         self.before, self.behind = Looking(), Looking()  # lookups before a round, and behind its draft
-        self.passed_s = self.round_s = 0.0  # seconds of all rounds, and of the last one
-        # For each round since ``next_length``: whether history found something worth more than plain decoding; the gain
-        # of its proposal (None if it is not worth verifying); whether the model drafts first; and, by the number of the
-        # round, the expected loss if the model is tried in history's place.
-        self.found: list[bool] = []
-        self.gains: list[float | None] = []
-        self.models: list[bool] = []
-        self.losses: dict[int, float] = {}
+        # By the number of the round since ``next_length``. The model drafts a round without a plan, or it is plain.
+        self.plans: dict[int, Plan] = {}
         self.drafts = 0  # of the observed ones of these rounds, those that the model drafted first
         self.length = 0  # the result of ``next_length``
         self.beyond: list[Timed] = []  # rounds of which only the costs are to be learned
@@ -96,57 +103,47 @@ class GoodputWithHistory(GoodputLength):
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """See ``LengthPolicy``."""
         self.length = length = super().next_length(limit, waiting, context)
-        self.found.clear()
-        self.gains.clear()
-        self.models.clear()
-        self.losses.clear()
+        if self.plans:
+            self.plans = {}
         self.drafts, self.room = 0, limit
         self.steady = min(self.steady, self.batch.rounds)  # so that history's rounds are learned from in time
         return length
 
     def worth_looking(self, behind: bool = False) -> bool:
         """See ``LengthPolicy``."""
-        return (self.behind if behind else self.before).due(self.passed_s)
+        return (self.behind if behind else self.before).due(self.elapsed.seconds)
 
     def look_took(self, seconds: float, behind: bool = False) -> None:
         """See ``LengthPolicy``."""
-        (self.behind if behind else self.before).looked(seconds, self.passed_s)
+        (self.behind if behind else self.before).looked(seconds, self.elapsed.seconds)
 
     def look_skipped(self) -> None:
         """See ``LengthPolicy``."""
-        self.behind.skipped(self.passed_s)
-
-    def leave_alone(self) -> None:
-        """See ``LengthPolicy``."""
-        self.found.append(False)
-        self.gains.append(None)
-        self.models.append(self.length > 0)
+        self.behind.skipped(self.elapsed.seconds)
 
     def rests(self, drafting: bool) -> int:
         """See ``LengthPolicy``."""
-        wait_s = min(self.before.wait(self.passed_s), self.behind.wait(self.passed_s) if drafting else math.inf)
-        return min(MOST_RESTS, int(wait_s / max(self.round_s, 1e-9)))
+        now = self.elapsed.seconds
+        wait_s = min(self.before.wait(now), self.behind.wait(now) if drafting else math.inf)
+        return min(MOST_RESTS, int(wait_s / (self.costs.round(self.best) if drafting else self.plain_s)))
 
-    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False) -> Lead:
-        """See ``LengthPolicy``; by the rule above. Call it once per round."""
-        lead = self._lead(reach, length, limit, singly)
-        self.models.append(lead.model > 0 and not lead.history)
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
+        """See ``LengthPolicy``; by the rule above. Call it at most once per round."""
+        plan = self.plans[passed] = Plan()
+        lead = self._lead(plan, reach, length, limit, singly, passed)
+        plan.model = lead.model > 0 and not lead.history
         self.room -= lead.history
         return lead
 
-    def _lead(self, reach: Sequence[float], length: int, limit: int, singly: bool) -> Lead:
-        passed = len(self.found)  # rounds since ``next_length``, counted as one token each
-        self.gains.append(None)
+    def _lead(self, plan: Plan, reach: Sequence[float], length: int, limit: int, singly: bool, passed: int) -> Lead:
         self.now = False
         if not reach:
-            self.found.append(False)
             return Lead(0, length)
         seconds, terms = self._seconds(), self.terms or self._terms()
         token_s = terms.token_s if self.room else 0.0
         alone, gain = best_length(reach[: max(0, limit)], seconds, terms.rate, token_s, terms.plain)
         # A proposal that beats plain decoding at this rate also does so at plain decoding's own, which is not higher.
-        self.now = alone > 0 or pays(reach, seconds)
-        self.found.append(self.now)
+        self.now = plan.found = alone > 0 or pays(reach, seconds)
         if not alone:
             return Lead(0, length)
         lead = Lead(alone, 0)
@@ -157,7 +154,7 @@ class GoodputWithHistory(GoodputLength):
             before, more = best_front(reach[:most], seconds, terms.rate, usual, terms, fed_s)
             if more > gain:
                 lead, gain = Lead(before, min(length, limit - before, LONGEST - before)), more
-        self.gains[-1] = gain
+        plan.gain = gain
         self.before.found(max(0.0, gain - (terms.otherwise if length else terms.plain)) / terms.rate)
         if length and self.rival.on_trial and self.tries.on_trial_here > len(self.seen) + passed:
             return Lead(0, length)
@@ -173,7 +170,7 @@ class GoodputWithHistory(GoodputLength):
         if not read:
             loss += self.costs.draft(0, waiting) / self.plain_s
         if self.rival.due(max(0.0, loss), seconds[lead.history] / self.plain_s, terms.tries):
-            self.losses[passed] = loss
+            plan.loss = loss
             return Lead(0, most)
         return lead
 
@@ -317,10 +314,14 @@ class GoodputWithHistory(GoodputLength):
         self._beside(Timed(outcome, 0, 0))
 
     def _bins(self) -> list[int]:
-        number = self.elapsed.rounds
-        if not self.attentive or (number < len(self.models) and not self.models[number]):
+        if not self.attentive or ((plan := self._plan) is not None and not plan.model):
             return []
-        return self.stopping.bins_of(self.drafts if self.models else number)
+        return self.stopping.bins_of(self.drafts)
+
+    @property
+    def _plan(self) -> Plan | None:
+        """The plan of the round being observed, if there is one."""
+        return self.plans.get(self.elapsed.rounds) if self.plans else None
 
     def _beside(self, timed: Timed) -> None:
         outcome, tokens = timed.outcome, 1 + timed.outcome.accepted
@@ -343,23 +344,20 @@ class GoodputWithHistory(GoodputLength):
             else:
                 self._beside(Timed(outcome, steps, self.waiting + fed))
             return
-        gain = self.gains[self.elapsed.rounds] if self.elapsed.rounds < len(self.gains) else None
-        if gain is not None:
-            bins = self._bins()
-            steps = len(bins) if self.attentive else outcome.first or outcome.drafted
-            if steps:
-                self._tried_instead(Timed(outcome, steps, self.waiting), gain)
-            else:
-                gain = None
-        super().observe(outcome, gain is not None)
+        apart = False
+        if (plan := self._plan) is not None and plan.gain is not None:
+            steps = len(self._bins()) if self.attentive else outcome.first or outcome.drafted
+            if apart := steps > 0:
+                self._tried_instead(Timed(outcome, steps, self.waiting), plan.gain, plan.loss)
+        super().observe(outcome, apart)
 
-    def _tried_instead(self, timed: Timed, gain: float) -> None:
-        """Learn from a round of the model in history's place; history's proposal was worth ``gain``."""
+    def _tried_instead(self, timed: Timed, gain: float, expected: float | None) -> None:
+        """Learn from a round of the model in history's place; history's proposal was worth ``gain``. ``expected`` is
+        the loss that was expected of a try."""
         tokens, seconds = 1 + timed.outcome.accepted, self._believed(timed)
         others, others_s = self._model_round()
         speed = self.costs.speed
         self.rival.observe(tokens - 1.0, seconds / speed, others - 1.0, others_s / speed)
-        expected = self.losses.get(self.elapsed.rounds)
         if expected is not None:
             self.rival.tried(((gain - tokens) / self._rate_behind(True) + seconds) / self.plain_s, expected)
 
@@ -375,11 +373,9 @@ class GoodputWithHistory(GoodputLength):
         return min(waiting, 1)
 
     def _ended(self, timed: Timed) -> None:
-        self.round_s = timed.outcome.draft_s + timed.outcome.verify_s
-        self.passed_s += self.round_s
-        number = self.elapsed.rounds
-        self.drafts += number < len(self.models) and self.models[number]
-        self.untold.append((timed, number < len(self.found) and self.found[number]))
+        plan = self._plan
+        self.drafts += self.length > 0 if plan is None else plan.model
+        self.untold.append((timed, plan is not None and plan.found))
 
     def _tell(self) -> None:
         """Report the ended rounds to ``ahead``, several at once because that is faster."""
@@ -388,13 +384,19 @@ class GoodputWithHistory(GoodputLength):
         self.rates, self.terms = {}, None
         untold, self.untold, speed = self.untold, [], self.costs.speed
         believed: dict[tuple[int, int, int], float] = {}  # most rounds are like others
-        for timed, found in untold:
-            outcome, steps, waiting, *_ = timed
-            kind = outcome.drafted, steps, waiting
-            seconds = believed.get(kind)
-            if seconds is None:
-                seconds = believed[kind] = self._believed(timed) / speed
-            self.ahead.observe(found, 1 + outcome.accepted, seconds, self.after, found and not steps)
+        for (found, free), alike in itertools.groupby(
+            untold, lambda round: (round[1], round[1] and not round[0].steps)
+        ):
+            tokens: list[int] = []
+            seconds: list[float] = []
+            for timed, _ in alike:
+                kind = timed.outcome.drafted, timed.steps, timed.waiting
+                took = believed.get(kind)
+                if took is None:
+                    took = believed[kind] = self._believed(timed) / speed
+                tokens.append(1 + timed.outcome.accepted)
+                seconds.append(took)
+            self.ahead.observe(found, tokens, seconds, self.after, free)
             self.after = found
 
     def among(self, scope: Scope) -> Beside:

@@ -307,7 +307,7 @@ class Decoding:
             times, begins = policy.steady, len(self.rounds)
             room = len(self.committed) + (limit if length else self._left) - length  # where such a round must begin
             while True:
-                drafter, most = self._who_drafts(length, self.grafting)
+                drafter, most = self._who_drafts(length, self.grafting, len(self.rounds) - begins)
                 self._reserve(most)
                 outcome, verdict, logits = speculative_round(
                     self.target, drafter, self.verifier, self.committed, most, advise, own_clock
@@ -346,17 +346,17 @@ class Decoding:
         room = self._most_held - committed - (not self.policy.tree)
         return max(0, min(room, drafter.limit(committed))) if self._left > 1 else 0
 
-    def _who_drafts(self, length: int, grafting: Grafting | None) -> tuple[Drafter | None, int]:
+    def _who_drafts(self, length: int, grafting: Grafting | None, passed: int = 0) -> tuple[Drafter | None, int]:
         """The drafter of the next round and the number of tokens it may draft: the grammar, if it leaves no choice for
         more than ``length`` tokens; else history instead of or with the model, if ``grafting`` plans that; else the
-        model with ``length`` tokens, as the policy chose."""
+        model with ``length`` tokens, as the policy chose ``passed`` rounds ago."""
         if self.forced is not None:
             certain = self.forced.look(min(AHEAD, self._left) - 1)
             if certain > length:
                 return self.forced, certain
         if grafting is not None:
             # A round commits one token more than it accepts.
-            most = grafting.plan(self.committed, length, self._left - 1)
+            most = grafting.plan(self.committed, length, self._left - 1, passed)
             if most is not None:
                 return grafting, most
         return self.drafter, length

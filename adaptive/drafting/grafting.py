@@ -34,25 +34,24 @@ class Grafting:
         self._look_s: float | None = None
         self._look_behind_s: float | None = None
 
-    def plan(self, committed: list[int], length: int, limit: int) -> int | None:
+    def plan(self, committed: list[int], length: int, limit: int, passed: int = 0) -> int | None:
         """Look up what may follow ``committed`` and decide what the next round proposes: the policy chose ``length``
-        tokens of the model, and at most ``limit`` may be proposed. Returns how many tokens to ask for, 0 for plain
-        decoding. None: a lookup is not worth its time, and the model drafts as if there were no history."""
-        policy, history, self._limit = self.policy, self.history, limit
+        tokens of the model, ``passed`` rounds ago, and at most ``limit`` may be proposed. Returns how many tokens to
+        ask for, 0 for plain decoding. None: a lookup is not worth its time, and the model drafts as if there were no
+        history."""
         if self._rests:
             self._rests -= 1
-            policy.leave_alone()
             return None
+        policy, history, self._limit = self.policy, self.history, limit
         if policy.worth_looking():
             began = policy.clock()
             self._reach = history.look(committed)
-            lead = policy.lead(self._reach, length, limit, self._singly)
+            lead = policy.lead(self._reach, length, limit, self._singly, passed)
             self._look_s = policy.clock() - began
         elif length and policy.worth_looking(behind=True):
             self._reach = history.look_away()
-            lead = policy.lead(self._reach, length, limit, self._singly)
+            lead = policy.lead(self._reach, length, limit, self._singly, passed)
         else:
-            policy.leave_alone()
             self._rests = policy.rests(length > 0)
             return None
         if lead.history and lead.model:
