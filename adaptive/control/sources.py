@@ -59,6 +59,12 @@ class Plan:
     loss: float | None = None
 
 
+def _sort(ended: tuple[Timed, bool]) -> tuple[bool, bool]:
+    """Whether something was found for an ended round, and whether the draft took no part in it then."""
+    timed, found = ended
+    return found, found and not timed.steps
+
+
 class GoodputWithHistory(GoodputLength):
     """The default policy if there is history to draft from: it also decides when history drafts instead of the model,
     before it, or behind it.
@@ -384,9 +390,7 @@ class GoodputWithHistory(GoodputLength):
         self.rates, self.terms = {}, None
         untold, self.untold, speed = self.untold, [], self.costs.speed
         believed: dict[tuple[int, int, int], float] = {}  # most rounds are like others
-        for (found, free), alike in itertools.groupby(
-            untold, lambda round: (round[1], round[1] and not round[0].steps)
-        ):
+        for (found, free), alike in itertools.groupby(untold, _sort):
             tokens: list[int] = []
             seconds: list[float] = []
             for timed, _ in alike:
