@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import bisect
 import contextlib
+import copy
 import json
 import math
 import sqlite3
@@ -98,7 +99,9 @@ class Noise:
 
 class Recorded:
     """Slowdown of rounds over time on a machine that other programs use, from the log of a session lived on it. Starts
-    over at the end of the log."""
+    over at the end of the log. ``begins`` is the second of the recording with which a replay begins."""
+
+    begins = 0.0
 
     def __init__(self, log: Path, costs: CostTable) -> None:
         with contextlib.closing(sqlite3.connect(f"file:{log}?mode=ro", uri=True)) as connection:
@@ -116,7 +119,14 @@ class Recorded:
 
     def at(self, now: float) -> float:
         """The slowdown of a round that begins after ``now`` seconds."""
-        return self.factors[min(bisect.bisect_right(self.ends, now % self.ends[-1]), len(self.factors) - 1)]
+        place = bisect.bisect_right(self.ends, (self.begins + now) % self.ends[-1])
+        return self.factors[min(place, len(self.factors) - 1)]
+
+    def begun(self, share: float) -> Recorded:
+        """The same, begun after that ``share`` of the recording."""
+        other = copy.copy(self)
+        other.begins = share * self.ends[-1]
+        return other
 
 
 class Clock:
@@ -306,13 +316,20 @@ def makers(costs: CostTable) -> dict[str, Maker]:
 
 
 def judge(name: str, workload: list[Stretch], costs: CostTable, seeds: int, recorded: Recorded | None = None) -> Row:
-    """Replay every policy over one workload; rates are means over ``seeds`` seeds of noise."""
-    fixed = {k: replay(lambda clock, k=k: FixedLength(k), workload, costs, 0, recorded).rate for k in LENGTHS}  # type: ignore[misc]
+    """Replay every policy over one workload; rates are means over ``seeds`` seeds of noise, or as many places of the
+    recording, evenly spread."""
+    noises = [None] if recorded is None else [recorded.begun(place / seeds) for place in range(seeds)]
+
+    def alone(length: int) -> list[float]:
+        return [replay(lambda _: FixedLength(length), workload, costs, 0, noise).rate for noise in noises]
+
+    rates_of = {length: alone(length) for length in LENGTHS}
+    fixed = {length: float(np.mean(found)) for length, found in rates_of.items()}
     best = max(fixed, key=fixed.__getitem__)
     rates, last = {}, None
     for policy, make in makers(costs).items():
-        runs = [replay(make, workload, costs, seed, recorded) for seed in range(1 if recorded else seeds)]
-        rates[policy] = float(np.mean([run.rate for run in runs])) / fixed[best]
+        runs = [replay(make, workload, costs, seed, noises[seed % len(noises)]) for seed in range(seeds)]
+        rates[policy] = float(np.mean([run.rate / rates_of[best][n % len(noises)] for n, run in enumerate(runs)]))
         last = runs
     assert last is not None
     seconds = sum(float(run.seconds[-1]) for run in last)
@@ -400,7 +417,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", type=Path, help="the file that replay_workloads.py wrote")
     parser.add_argument("--costs", type=Path, required=True, help="the output of adaptive calibrate --json")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of every policy, under different noise")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        help="runs of every policy: seeds of noise, or places of the log",
+    )
     parser.add_argument("--noise", type=Path, help="log of a lived session whose machine the rounds run on")
     parser.add_argument("--json", type=Path, help="write everything there as well")
     args = parser.parse_args()
