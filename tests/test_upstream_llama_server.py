@@ -297,7 +297,7 @@ def test_a_real_client_chats_streams_and_completes(server: str, learning: Learni
     assert asked.logprobs is not None
     assert {len(entry.top_logprobs) for entry in asked.logprobs.content or ()} == {3}
     assert text.text == named.text
-    assert [one.supervision.ids.shape[1] for one in records if one.supervision] == [32, 32, 3, 32, 2]
+    assert [one.supervision.ids.shape[1] for one in records if one.supervision] == [20, 20, 3, 20, 2]
     chats = httpx.post(f"{server}/apply-template", json={"messages": chat["messages"]}).json()["prompt"]
     for record, prompt in zip(records, [chats] * 3 + ["Once upon a time"] * 2, strict=True):
         for ids, said, special in ((record.prompt, prompt, True), (record.output, record.text, False)):

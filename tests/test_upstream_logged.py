@@ -159,7 +159,7 @@ def test_a_server_that_fails_now_and_then_is_asked_for_as_many(stage: Make) -> N
     here = stage(script)
     for _ in range(6):
         assert httpx.post(here.url + CHAT, json=ASK).status_code == 200
-    assert tops(here) == [32, None, 32] * 3
+    assert tops(here) == [20, None, 20] * 3
 
 
 def test_what_is_asked_of_a_server_is_not_fixed_while_it_is_loading(stage: Make) -> None:
@@ -172,7 +172,7 @@ def test_what_is_asked_of_a_server_is_not_fixed_while_it_is_loading(stage: Make)
     here.server.kind = "llama-server"
     httpx.post(here.url + CHAT, json=ASK)
     assert [record.engine for record in here.logged(2)] == ["upstream unknown", "upstream llama-server"]
-    assert tops(here) == [20, 32]
+    assert tops(here) == [20, 20]
     assert here.server.asked("/apply-template")  # its prompts are checked as those of a llama-server
 
 

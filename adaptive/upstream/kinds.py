@@ -11,11 +11,9 @@ from typing import Any
 
 from adaptive.types import UPSTREAM_PREFIX
 
-# Alternatives per token to request from a server without a limit: as many as the log keeps with our own engines
-# (``decoding/supervision.py``). Too many: unused JSON. Too few: more mass of unlisted tokens.
-WANTED = 32
-# The limit of OpenAI's API, and of servers that follow it.
-OPENAI_MOST = 20
+# Alternatives per token to request: the limit of OpenAI's API, and of servers that follow it. More: the server takes
+# longer over each token (a percent for 32, on llama-server). Fewer: more mass of unlisted tokens.
+MOST = 20
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Kind:
 
     name: str
     owner: str
-    alternatives: int = OPENAI_MOST
+    alternatives: int = MOST
     tempered: bool = False
     heat_last: bool = False
     absent: bool = False
@@ -46,9 +44,9 @@ class Kind:
         return UPSTREAM_PREFIX + self.name
 
 
-LLAMA_SERVER = Kind("llama-server", "llamacpp", alternatives=WANTED, heat_last=True, absent=True)
+LLAMA_SERVER = Kind("llama-server", "llamacpp", heat_last=True, absent=True)
 VLLM = Kind("vllm", "vllm", quiet_chat=True, numbers={"return_tokens_as_token_ids": True})
-SGLANG = Kind("sglang", "sglang", alternatives=WANTED, tempered=True)
+SGLANG = Kind("sglang", "sglang", tempered=True)
 LM_STUDIO = Kind("lm-studio", "organization_owner", alternatives=0)
 ADAPTIVE = Kind("adaptive", "adaptive", quiet_chat=True, quiet_text=True)
 UNKNOWN = Kind("unknown", "")

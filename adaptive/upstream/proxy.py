@@ -23,7 +23,7 @@ from adaptive.service.errors import error_object
 from adaptive.upstream.asking import PATHS, Asked, read, unlogged, with_logprobs
 from adaptive.upstream.connections import CONNECT_S, Answer, Connections, ServerCutError, UnreachableError
 from adaptive.upstream.events import Passage
-from adaptive.upstream.kinds import UNKNOWN, WANTED, Kind, kind_of
+from adaptive.upstream.kinds import MOST, UNKNOWN, Kind, kind_of
 from adaptive.upstream.logbook import Exchange, Logbook
 from adaptive.upstream.models import Served, model_of, served
 
@@ -47,7 +47,7 @@ UNLISTED = frozenset({404, 405, 501})
 # Too low: needless requests. Too high: answers of a new model are logged as the target's.
 AGAIN_S, MOST_NAMES = 60.0, 100
 # Fewer alternatives a token, which are asked for where a server does not give as many as its kind does.
-FEWER = (20, 5, 0)
+FEWER = (5, 0)
 # Refusals in a row that mean fewer. Too low: a server that fails once by chance is asked for fewer from then on. Too
 # high: more requests are sent twice.
 IN_A_ROW = 2
@@ -88,7 +88,7 @@ class Proxy:
         self._looking: asyncio.Task[None] | None = None  # a request for the list of the server's models
         self._looked: dict[str, float] = {}  # when it was last made for an unknown name, by name
         self.training: Callable[[], dict[str, Any]] | None = None  # what background training does, for people
-        self._most = WANTED  # alternatives a token that the server is known or believed to give
+        self._most = MOST  # alternatives a token that the server is known or believed to give
         self._refusals = 0  # in a row, of requests with that many
         self._places = asyncio.Semaphore(most)
         self.connections = Connections(self.url, most)
