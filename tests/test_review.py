@@ -20,6 +20,7 @@ from adaptive.types import Generation, SamplingParams
 from checkpoints.manifest import BaseDraft, TrainedOn
 from checkpoints.store import AdapterStore, NewAdapter
 from trainers import lora
+from trainers.dataset import Stopped
 from trainers.recipe import Recipe
 from trainers.replay import Replay
 from trainers.review import FEW, MANY, better, review
@@ -124,6 +125,16 @@ def test_an_answer_that_is_repeated_counts_once(tmp_path: Path) -> None:
     store.promote("0001", "forced")
     with pytest.raises(AdaptiveError, match="1 answer"):
         review(log, store, BASE, small_draft(), None)
+
+
+def test_the_newest_answers_are_read_no_further_than_wanted(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path / "adapters")
+    log = write_log(tmp_path / "records.db", said_under(publish_noise(store), seed=7, count=1))
+    store.promote("0001", "forced")
+    with pytest.raises(AdaptiveError, match="1 answer"):
+        review(log, store, BASE, small_draft(), None, lambda: False)
+    with pytest.raises(Stopped):  # before the answers are counted
+        review(log, store, BASE, small_draft(), None, lambda: True)
 
 
 @pytest.mark.thorough

@@ -69,7 +69,7 @@ def review(
     """Compare the draft in use with the plain draft and with the adapter ``doubted`` on the newest answers.
 
     ``draft`` as for ``distill``. A head that is grown here has no plain draft. Raises TooLittleError if there is no
-    other draft or too little to compare on, and Stopped between passes when ``should_stop`` returns True.
+    other draft or too little to compare on, and Stopped when ``should_stop`` returns True.
     """
     students = students_of(draft)
     in_use, _ = store.usable(base)
@@ -81,7 +81,7 @@ def review(
     others = [one for one in others if one != current]
     if not others:
         raise TooLittleError("there is no other draft to compare the one in use with")
-    said = _unlearned(log, store, students, [one for one in (current, *others) if one is not None], spool)
+    said = _unlearned(log, store, students, [one for one in (current, *others) if one is not None], spool, should_stop)
     before = _replayed(students, store, current, said, should_stop)
     best, reason, gain = current, "", 0.0
     for other in others:
@@ -99,11 +99,16 @@ def review(
 
 
 def _unlearned(
-    log: Path, store: AdapterStore, students: Students, adapters: Sequence[str], spool: FeatureSpool | None
+    log: Path,
+    store: AdapterStore,
+    students: Students,
+    adapters: Sequence[str],
+    spool: FeatureSpool | None,
+    should_stop: Callable[[], bool] | None,
 ) -> list[Example]:
     """The newest answers on which none of ``adapters`` was trained, at most MANY, and few to any one prompt."""
     learned = max((store.show(one).trained_on.last_id or 0 for one in adapters), default=0)
-    rows = read_log(log, READ)
+    rows = read_log(log, READ, should_stop=should_stop)
     known = examples(rows, students.longest_output, spool if students.reads_features else None)
     said = held(newest_of_each(distinct(e for e in known if e.replayable and e.id > learned))[-MANY:])
     if len(said) < MIN_GENERATIONS:
