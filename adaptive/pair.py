@@ -31,7 +31,7 @@ from adaptive.engines.load import (
     weight_bytes,
     weights_progress,
 )
-from adaptive.engines.load_head import head_for_training, load_head
+from adaptive.engines.load_head import check_head, head_for_training, load_head
 from adaptive.engines.slower import why_slower
 from adaptive.engines.threads import ThreadChoice, WorkClock
 from adaptive.errors import AdaptiveError
@@ -121,7 +121,8 @@ def sources(settings: Settings) -> tuple[Source, Source | None]:
     if whole.head:
         raise AdaptiveError(f"--target {target} is a head, which only drafts; name the model that it was made for")
     small = _source(draft, settings.draft_revision, draft_quantize, "--draft-quantize") if draft else None
-    if not draft and not elsewhere and settings.draft != PLAIN:
+    # A head does not draft on a target whose layers are on disk (--memory).
+    if not draft and not elsewhere and settings.draft != PLAIN and (settings.memory is None or settings.draft == MTP):
         small = _inside(whole, settings.draft == MTP)
     if small is not None and small.head and whole.gguf is not None:
         raise AdaptiveError(
@@ -306,6 +307,9 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     set_threads(settings.threads)
     where = settings.draft_device or settings.device
     check_readable(target, settings, settings.device)
+    has_head = (draft is not None and draft.head is not None) or (grows and refused is None)
+    if has_head:
+        check_head(settings)
     if draft is not None:
         check_readable(draft, settings, where, draft=True)
     budget.check(target, draft, grows and refused is None, settings)
@@ -316,7 +320,7 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     alone = target_engine.undraftable
     if alone is not None:
         pass
-    elif (draft is not None and draft.head) or (grows and refused is None):
+    elif has_head:
         draft_engine = load_head(draft, settings, target_engine)
     elif draft is not None:
         draft_engine = load_engine(

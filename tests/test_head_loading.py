@@ -93,13 +93,21 @@ def test_a_target_that_gives_no_hidden_states_is_refused(head: Path, tmp_path: P
         sources(settings_of(tmp_path / "target.gguf", head))
 
 
-def test_it_runs_where_its_target_does(head: Path) -> None:
-    pair = load_pair(load_settings({"target": str(TARGET), "dtype": "float32", "draft": "none"}))
-    source = sources(settings_of(TARGET, head))[1]
-    with pytest.raises(AdaptiveError, match="a head runs where its target does, on cpu"):
-        load_head(source, settings_of(TARGET, head, draft_device="meta"), pair.target)
-    with pytest.raises(AdaptiveError, match="--draft-quantize nf4 is for models"):
-        load_head(source, settings_of(TARGET, head, draft_quantize="nf4"), pair.target)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"device": "cpu", "draft_device": "meta"}, "a head runs where its target does, on cpu"),
+        ({"draft_quantize": "nf4"}, "--draft-quantize nf4 is for models"),
+        ({"memory": "1GB"}, "a head is made of layers of its target, which --memory leaves on disk"),
+    ],
+)
+def test_a_setting_that_no_head_works_with_is_refused_before_anything_is_loaded(
+    options: dict[str, str], said: str, head: Path
+) -> None:
+    loaded: list[str] = []
+    with pytest.raises(AdaptiveError, match=said):
+        load_pair(settings_of(TARGET, head, **options), lambda what, _: loaded.append(what))
+    assert loaded == ["tokenizers"]
 
 
 def test_a_damaged_head_is_refused(head: Path, tmp_path: Path) -> None:

@@ -27,13 +27,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger("adaptive.engines")
 
 
+def check_head(settings: Settings) -> None:
+    """Raise AdaptiveError for settings that a head does not work with, before any weights are read."""
+    import torch
+
+    if settings.memory is not None:
+        raise AdaptiveError(
+            "a head is made of layers of its target, which --memory leaves on disk; name a model, or --draft none"
+        )
+    where, of_target = settings.draft_device, choose_device(settings.device)
+    if where is not None and torch.device(choose_device(where)) != torch.device(of_target):
+        raise AdaptiveError(f"--draft-device {where}: a head runs where its target does, on {of_target}; leave it out")
+    if settings.draft_quantize == "nf4":
+        raise AdaptiveError("--draft-quantize nf4 is for models; a head is not quantised so, leave it out")
+
+
 def load_head(source: Source | None, settings: Settings, target: Engine) -> HeadEngine:
     """The head of ``source`` on a loaded target, or, for None, the untrained head that is to be grown on it.
 
-    Raises AdaptiveError if the target gives no hidden states, or the head does not fit it.
+    The settings have passed ``check_head``. Raises AdaptiveError if the target gives no hidden states, or the head does
+    not fit it.
     """
-    import torch
-
     from adaptive.engines.cpu.weights import fast_int8
     from adaptive.engines.head.engine import HeadEngine
     from adaptive.engines.hf.engine import TransformersEngine
@@ -43,17 +57,6 @@ def load_head(source: Source | None, settings: Settings, target: Engine) -> Head
             f"a head reads the target's hidden states, and this target, run by {target.name}, gives none; "
             "use its Hugging Face checkpoint, or another draft"
         )
-    if settings.memory is not None:
-        raise AdaptiveError(
-            "a head is made of layers of its target, which --memory leaves on disk; name a model, or --draft none"
-        )
-    where = settings.draft_device
-    if where is not None and torch.device(choose_device(where)) != target.device:
-        raise AdaptiveError(
-            f"--draft-device {where}: a head runs where its target does, on {target.device}; leave it out"
-        )
-    if settings.draft_quantize == "nf4":
-        raise AdaptiveError("--draft-quantize nf4 is for models; a head is not quantised so, leave it out")
     asked = settings.draft_quantize == "int8"
     int8 = asked or (settings.draft_quantize == "auto" and settings.dtype == "auto" and fast_int8())
     head = _head(source, target)
