@@ -50,6 +50,7 @@ def bench(
     """
     from rich.console import Console
 
+    from cli.peer import check_peer
     from cli.prompts import read_prompts
 
     numbers = _lengths(lengths)
@@ -57,6 +58,8 @@ def bench(
         raise AdaptiveError("--count must be at least 1 and --tokens at least 2")
     asked = of_every_kind(count) if prompts is None else read_prompts(prompts)[:count]
     console = Console(stderr=True)
+    if peer is not None:
+        check_peer(peer)
 
     from cli.opened import open_pair
     from cli.other import advice, load_other, other_engines, other_settings

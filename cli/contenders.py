@@ -6,12 +6,9 @@ prompt, in rotating order, so that a slow moment of the machine affects all of t
 
 from __future__ import annotations
 
-import http.client
-import json
 import random
 import statistics
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +21,7 @@ from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair
 from adaptive.records.stats import count_rounds, tokens_per_round
 from adaptive.types import SamplingParams, StopParams
+from cli.peer import complete
 from cli.prompts import PromptLine, bare_prompt
 
 if TYPE_CHECKING:
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
 # The unrecorded answer that every contender gives first: to a prompt of its own, since ours and servers find a prompt
 # that they have answered in their caches. And its tokens.
 WARM_UP_PROMPT, WARM_UP = "Which of the months of the year have thirty days?", 16
-# Seconds that an external server may take for one answer.
-PEER_PATIENCE = 600.0
 
 
 @dataclass(frozen=True)
@@ -134,7 +130,6 @@ def theirs(name: str, pair: Pair, sampling: SamplingParams, threads: int, **how:
 def peer(url: str, pair: Pair, sampling: SamplingParams) -> Contender:
     """llama.cpp's server at ``url``, given the same prompt token ids through its own HTTP API; its model
     must have the target's vocabulary. Raises AdaptiveError if no such server answers there."""
-    where = url.rstrip("/") + "/completion"
 
     def answer(prompt: PromptLine, tokens: int) -> tuple[list[int], float | None]:
         asked = {
@@ -148,18 +143,8 @@ def peer(url: str, pair: Pair, sampling: SamplingParams) -> Contender:
             "ignore_eos": True,
             "return_tokens": True,
         }
-        headers = {"content-type": "application/json"}
-        try:
-            request = urllib.request.Request(where, json.dumps(asked).encode(), headers)
-            with urllib.request.urlopen(request, timeout=PEER_PATIENCE) as response:
-                said = json.load(response)
-            output = [int(token) for token in said["tokens"]]
-        except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
-            raise AdaptiveError(
-                f"no llama.cpp server answers at {url} ({error}); start one, or leave --peer out"
-            ) from error
-        rounds = len(output) - said.get("timings", {}).get("draft_n_accepted", 0)
-        return output, len(output) / max(1, rounds)
+        output, drafted = complete(url, asked)
+        return output, len(output) / max(1, len(output) - drafted)
 
     return Contender("peer", answer)
 
