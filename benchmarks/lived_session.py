@@ -158,7 +158,7 @@ def ask(server: Served, text: str, tokens: int, length: int | None = None) -> tu
 
 
 def session(options: argparse.Namespace, home: Path, say: Callable[[str], None]) -> list[Asked]:
-    """Send all requests; ``say`` receives a line for every hundred of them."""
+    """Send all requests, or as many as there is time for; ``say`` receives a line for every hundred of them."""
     randomly = random.Random(options.seed)
     first = round(FIRST * options.requests) if len(options.kinds) > 1 else options.requests
     counts = (first, options.requests - first)
@@ -190,10 +190,14 @@ def session(options: argparse.Namespace, home: Path, say: Callable[[str], None])
                 busy = psutil.cpu_percent() / 100 * (os.cpu_count() or 1)
             at = time.monotonic() - began
             asked.append(Asked(number, kind, at, adapter, busy, own, dict(sorted(fixed.items()))))
-            if (number + 1) % 100 == 0 or number + 1 == len(texts):
-                say(line(asked[number // 100 * 100 :]))
+            if (number + 1) % 100 == 0:
+                say(line(asked[-100:]))
+            if options.minutes is not None and at > 60 * options.minutes:
+                break
             long = (number + 1) % LONG_EVERY == 0 and not options.no_learning
             time.sleep(randomly.uniform(*(options.long_pause if long else PAUSE_S)))
+        if rest := len(asked) % 100:
+            say(line(asked[-rest:]))
         for said in server.news:
             say(f"  {said}")
         if options.out is not None:
@@ -316,6 +320,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--regime", choices=REGIMES, default="quiet")
     parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument("--minutes", type=float, help="judge what was asked until then, if not all has been")
     parser.add_argument("--tokens", type=int, default=120, help="longest answer")
     parser.add_argument("--lengths", type=lambda s: [int(n) for n in s.split(",")], default=[1, 2, 3, 4, 6, 8])
     parser.add_argument("--every", type=int, default=2, help="requests of which one is answered by fixed lengths, too")
