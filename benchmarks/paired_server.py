@@ -4,7 +4,8 @@ Two processes of the same program differ in speed by up to a tenth for their who
 layout. So a session has to be compared with answers of its own process. A request whose session id is
 ``fixed-3`` is answered with draft length 3 (0 is plain decoding), and does not affect anything that the session
 learns from: it has its own length policy, log, choice of threads and experience of what history is worth, and no
-listener is called for it. Its history is, as with ``--draft-length 3``, its own text and the session's log.
+listener is called for it. Its history is, as with ``--draft-length 3``, its own text and the session's log, as far as
+that was known before the session's latest answer: which may be one to the same prompt, and half the text of another.
 
     python benchmarks/paired_server.py serve --port 0 --target ... (as for ``adaptive``)
 """
@@ -15,9 +16,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from adaptive import opened
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
-from adaptive.drafting.archive import History
+from adaptive.drafting.archive import Archive, History
 from adaptive.engines.protocol import Engine
 from adaptive.engines.threads import ThreadChoice
 from adaptive.machine import LoadMeter
@@ -27,6 +29,19 @@ from adaptive.service.engine import EngineThread, Work
 from adaptive.service.jobs import Done, Failed
 
 PREFIX = "fixed-"
+
+
+class HeldArchive(Archive):
+    """Records that are read at the start, and from then on only by ``read``."""
+
+    def catch_up(self) -> None:
+        """Read the log at the start."""
+        if not self.loaded.is_set():
+            super().catch_up()
+
+    def read(self) -> None:
+        """Read what was recorded since."""
+        super().catch_up()
 
 
 class PairedEngine(EngineThread):
@@ -47,6 +62,8 @@ class PairedEngine(EngineThread):
         session = work.job.ask.session or ""
         if session.startswith(PREFIX):
             self._apart_from_session.enter_context(self._apart(assistant, int(session.removeprefix(PREFIX))))
+        elif assistant.history is not None and isinstance(assistant.history.archive, HeldArchive):
+            assistant.history.archive.read()
         super()._next(assistant, work)
 
     def _over(self, work: Work, event: Done | Failed) -> None:
@@ -88,7 +105,7 @@ def _choose(engine: Engine, choice: ThreadChoice) -> ThreadChoice:
 
 
 if __name__ == "__main__":
-    server.EngineThread = PairedEngine  # type: ignore[misc]
+    opened.Archive, server.EngineThread = HeldArchive, PairedEngine  # type: ignore[misc]
     from cli.main import run
 
     run()
