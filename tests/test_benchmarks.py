@@ -25,7 +25,8 @@ import pytest
 import seeded
 from conftest import BUNDLED, save_random_pair
 from gpu_parts.saying import continued
-from paired_server import PairedEngine
+from paired_server import HeldArchive, PairedEngine
+from records_factory import generation
 from replay_workloads import DEPTH, Trace
 from rich.console import Console
 from served import Served
@@ -38,6 +39,7 @@ from adaptive.drafting.history import RUNNING
 from adaptive.engines.protocol import ProposalCall
 from adaptive.opened import OpenedPair
 from adaptive.pair import load_pair
+from adaptive.records.writer import LogWriter
 from adaptive.service.metrics import Metrics
 from adaptive.settings import load_settings
 from adaptive.types import SamplingParams, StopParams
@@ -217,6 +219,23 @@ def test_an_answer_by_a_fixed_length_leaves_the_session_as_it_was(
         assert engine.log.path.is_relative_to(own_home)
         assert [file.parent for file in own_home.rglob("records.db")] == [session.state.root]
     assert not list(temporary.iterdir())
+
+
+def test_fixed_lengths_know_the_log_as_it_was_before_the_sessions_answer(tmp_path: Path) -> None:
+    with LogWriter(tmp_path / "records.db") as log:
+        log.write(generation(1))
+        log.flush()
+        archive = HeldArchive(tmp_path / "records.db", 1 << 20)
+        archive.start()
+        archive.loaded.wait()
+        held = archive.tokens
+        log.write(generation(2))
+        log.flush()
+        archive.catch_up()
+        assert archive.tokens == held > 0
+        archive.read()
+        assert archive.tokens > held
+        archive.close()
 
 
 @pytest.mark.thorough
