@@ -110,7 +110,7 @@ def test_an_answer_comes_byte_for_byte_as_without_the_proxy(stage: Make, streame
     assert b"logprobs" not in through.content
     assert dict(through.headers) == dict(direct.headers)
     sent = json.loads(here.server.asked(CHAT)[-1].body)
-    assert (sent["logprobs"], sent["top_logprobs"]) == (True, 32)
+    assert (sent["logprobs"], sent["top_logprobs"]) == (True, 20)
     (record,) = here.logged(1)
     assert record.output.tolist() == [FIRST, FIRST + 1, FIRST + 2]
     assert record.finish_reason == "stop"
