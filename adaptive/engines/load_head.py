@@ -35,8 +35,13 @@ def check_head(settings: Settings) -> None:
         raise AdaptiveError(
             "a head is made of layers of its target, which --memory leaves on disk; name a model, or --draft none"
         )
+
+    def place(name: str) -> tuple[str, int]:
+        device = torch.device(name)
+        return device.type, device.index or 0  # cuda is cuda:0
+
     where, of_target = settings.draft_device, choose_device(settings.device)
-    if where is not None and torch.device(choose_device(where)) != torch.device(of_target):
+    if where is not None and place(choose_device(where)) != place(of_target):
         raise AdaptiveError(f"--draft-device {where}: a head runs where its target does, on {of_target}; leave it out")
     if settings.draft_quantize == "nf4":
         raise AdaptiveError("--draft-quantize nf4 is for models; a head is not quantised so, leave it out")
