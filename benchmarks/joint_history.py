@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +41,7 @@ class FoundBeside(Beside):
     def __init__(self, length: int) -> None:
         self.length = length
 
-    def lead(self, reach: list[float], length: int, limit: int, singly: bool = False) -> Lead:  # type: ignore[override]
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
         """All that was found, up to ``length``."""
         return Lead(min(self.length, limit, len(reach)), 0)
 

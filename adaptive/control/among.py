@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from adaptive.control.acceptance import Acceptance
-from adaptive.control.ahead import Ahead, Discounted
+from adaptive.control.ahead import Ahead, Discounted, Ways
 from adaptive.control.confidence import Calibration
 from adaptive.control.costs import SPEED_STEP, CostModel, Steps
 from adaptive.control.looking import Looking, Looks
@@ -145,7 +145,7 @@ class GoodputBeside(Beside):
         self._known = known
         self._acceptance = known.acceptance.beside(scope.session, scope.drafter, scope.temperature)
         self._stopping = Stopping(known.longest)
-        self._answers = self._age = 0
+        self._answers = self._age = self._limit = 0
         self._drafting = Drafting()
         self._share = 1.0  # ratio of an answer's draft time to a lone draft's
         self.best = 0  # the length with the most tokens per second by acceptance at each position; 0: none pays
@@ -164,6 +164,7 @@ class GoodputBeside(Beside):
 
     def next_length(self, limit: int, answers: int) -> int:
         """See ``Beside``."""
+        self._limit = limit
         if answers != self._answers or not self._age:
             self._decide(answers)
         self._age = (self._age + 1) % BATCH
@@ -204,7 +205,7 @@ class GoodputBeside(Beside):
         tokens, plain_rounds = self._drafting.mean(tokens, seconds / plain_s)
         known.draftings.speed_up = tokens / plain_rounds
         seconds = plain_rounds * plain_s
-        rate = self._rate_ahead(tokens / seconds)
+        rate = self._rate_ahead(tokens, plain_rounds)
         pays = tokens - 1.0 > rate * (seconds - plain_s)
         self.best = 1 + best if pays else 0
         self._round = (tokens, seconds) if pays else (1.0, plain_s)
@@ -219,10 +220,10 @@ class GoodputBeside(Beside):
                 [rate * seconds for seconds in further],
             )
 
-    def _rate_ahead(self, drafted: float) -> float:
-        """Tokens per second of an answer's time at which the tokens of a draft would be produced otherwise, if drafted
-        rounds produce ``drafted``."""
-        return max(1 / self._verify[0], drafted)
+    def _rate_ahead(self, tokens: float, plain_rounds: float) -> float:
+        """Tokens per second of an answer's time at which the tokens of a draft would be produced otherwise, if a
+        drafted round produces ``tokens`` in the time of ``plain_rounds``."""
+        return max(1.0, tokens / plain_rounds) / self._verify[0]
 
     def observe(self, outcome: Round) -> None:
         """See ``Beside``. Nothing is learned about the costs of lone rounds."""
@@ -252,15 +253,18 @@ class BesideWithHistory(GoodputBeside):
         self._ahead = ahead
         self._looking, self._passed_s = Looking(looks), 0.0  # of this answer; its share of the time
         self.clock = clock
+        # Tokens and time, in plain rounds, of a plain and of a drafted round.
+        self._ways: Ways = ((1.0, 1.0),)
         self._found = False  # whether something was found for the current round
         self._after: bool | None = None  # the same for the previous round
 
-    def _rate_ahead(self, drafted: float) -> float:
+    def _rate_ahead(self, tokens: float, plain_rounds: float) -> float:
+        self._ways = ((1.0, 1.0), (tokens, plain_rounds)) if self._limit > 0 else ((1.0, 1.0),)
         return self._rate_behind(False)
 
     def _rate_behind(self, found: bool) -> float:
         """Tokens per second of an answer's time after a round for which something was ``found`` or not."""
-        return self._ahead.rate(found, 1.0) / self._verify[0]
+        return self._ahead.rate(found, 1.0, self._ways) / self._verify[0]
 
     def worth_looking(self, behind: bool = False) -> bool:
         """See ``LengthPolicy``."""

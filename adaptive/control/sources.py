@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adaptive.control.ahead import Ahead
+from adaptive.control.ahead import KEEP, Ahead
 from adaptive.control.among import BesideWithHistory
 from adaptive.control.costs import LONGEST, Timed
 from adaptive.control.goodput import FEW_WAITING, RATE_WEIGHT, GoodputLength
@@ -45,6 +45,8 @@ from adaptive.types import FREE, MODEL, Round
 
 # Most rounds in a row without a lookup before the policy is asked again. Too high: late when rounds become longer.
 MOST_RESTS = 64
+# Imaginary tokens for which the draft's confidence is right in rounds left to it.
+SURE_WEIGHT = 8.0
 
 
 @dataclass(slots=True)
@@ -87,6 +89,8 @@ class GoodputWithHistory(GoodputLength):
         self.after: bool | None = None  # the same for the last reported round of this answer
         self.together, self.looks_together = Ahead(), Looks()  # of shared rounds, in plain rounds; of their lookups
         self.room = 0  # most tokens that the draft could propose at ``next_length``
+        # Tokens of recent rounds left to the model: those expected by its confidence, and those accepted.
+        self.promised = self.brought = 0.0
         self.token_worth: float | None = None  # the time saved by a token of the model's rounds, in plain rounds
         self.read: list[tuple[list[int], Round]] = []  # bins of drafts behind history's tokens, and their outcomes
         self.stopping_behind: Stopping | None = None
@@ -108,10 +112,10 @@ class GoodputWithHistory(GoodputLength):
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """See ``LengthPolicy``."""
-        self.length = length = super().next_length(limit, waiting, context)
         if self.plans:
             self.plans = {}
         self.drafts, self.room = 0, limit
+        self.length = length = super().next_length(limit, waiting, context)
         self.steady = min(self.steady, self.batch.rounds)  # so that history's rounds are learned from in time
         return length
 
@@ -220,7 +224,12 @@ class GoodputWithHistory(GoodputLength):
         rate = self.rates.get(found)
         if rate is None:
             speed = self.costs.speed
-            rate = self.rates[found] = self.ahead.rate(found, self.plain_s / speed) / speed
+            plain_s = self.plain_s / speed
+            ways = [(1.0, plain_s)]
+            if self.room > 0:
+                tokens, seconds = self._model_round_fed()
+                ways.append((tokens, seconds / speed))
+            rate = self.rates[found] = self.ahead.rate(found, plain_s, ways) / speed
         return rate
 
     @property
@@ -240,11 +249,14 @@ class GoodputWithHistory(GoodputLength):
         seconds = (recent.seconds * self.costs.speed + RATE_WEIGHT * usual_s) / (recent.rounds + RATE_WEIGHT)
         return self.speculative * seconds, seconds
 
-    def _saved(self) -> float:
-        """Seconds that such a round saves over a plain one, if feeding the draft history's tokens of the rounds in
-        between is charged to it."""
+    def _model_round_fed(self) -> tuple[float, float]:
+        """The same if feeding the draft history's tokens of the rounds in between is charged to it."""
         tokens, seconds = self._model_round()
-        seconds += self.costs.draft(0, 1) * self.ahead.free_a_round_left()
+        return tokens, seconds + self.costs.draft(0, 1) * self.ahead.free_a_round_left()
+
+    def _saved(self) -> float:
+        """Seconds that such a round saves over a plain one."""
+        tokens, seconds = self._model_round_fed()
         return (tokens - 1.0) / self._rate_behind(False) - (seconds - self.plain_s)
 
     def _pays(self) -> bool:
@@ -254,10 +266,12 @@ class GoodputWithHistory(GoodputLength):
         return self._rate_behind(False)
 
     def _worth(self, likely: float, said: int) -> float:
-        # By the accepted tokens: confidence, which is calibrated on all rounds, is too high in those left to the model.
+        # Confidence, which is calibrated on all rounds, may be too high in those left to the model.
+        promised, brought = self.promised, self.brought
+        self.promised, self.brought = KEEP * promised + likely - 1.0, KEEP * brought + said - 1.0
         if self.token_worth is None:  # the same for all rounds of a batch
             self.token_worth = 1.0 / (self._rate_behind(False) * self.plain_s)
-        return 1.0 + (said - 1) * self.token_worth
+        return 1.0 + (likely - 1.0) * (brought + SURE_WEIGHT) / (promised + SURE_WEIGHT) * self.token_worth
 
     def _most_budget(self) -> float:
         return BUDGET * self.ahead.share_left(self.plain_s / self.costs.speed)
