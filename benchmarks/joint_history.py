@@ -68,7 +68,7 @@ class Answer:
         """The drafter of the next round ("none" for no proposal) and the tokens that it proposes."""
         held, logged = len(self.committed), self.logged
         limit = len(logged.text) - held - 1 if self.trace.limited else UNLIMITED
-        length = self.beside.next_length(limit, answers)
+        length = self.beside.next_length(limit, answers, logged.catch_up(held))
         logged.steps = logged.fed = 0
         if self.grafting is None:
             proposal = logged.propose(self.committed, length, self.beside.adviser) if length else None
@@ -119,12 +119,12 @@ def replay(
         drafts = [a.logged.steps * costs.draft_s + a.logged.fed * costs.catch_up_s for a in under_way if a.logged.steps]
         draft_s = costs.start_s + max(drafts) if drafts else 0.0
         rows = sum(1 + len(tokens) for _, tokens in said)
-        verify_s = joint.seconds(true, rows) + costs.overhead_s
+        verify_s = joint.seconds(true, rows)
         share_s = noise(verify_s) / len(under_way)
         if drafts:
-            policy.drafted(len(drafts), max(a.logged.steps for a in under_way), noise(draft_s))
+            policy.drafted(len(drafts), sum(a.logged.steps for a in under_way), noise(draft_s))
         policy.shared(rows, share_s * len(under_way))
-        clock.now += draft_s + verify_s
+        clock.now += draft_s + verify_s + costs.overhead_s * len(under_way)
         for answer, (who, tokens) in zip(under_way, said, strict=True):
             committed += answer.judge(who, tokens, draft_s / max(1, len(drafts)), share_s)
         for answer in [a for a in under_way if len(a.committed) >= len(a.logged.text)]:

@@ -33,18 +33,23 @@ def seldom_sure(share: float) -> Place:
 
 class Shared:
     """Answers that always share their rounds. A pass over n tokens takes what a lone one does; the drafts are made one
-    after the other, or in one call (``at_once``), which takes the time of the longest."""
+    after the other, or in one call (``at_once``), which takes the time of the longest. Before its first draft of an
+    answer the draft reads the ``prompt``, a number of tokens."""
 
-    def __init__(self, policy: GoodputLength, answers: int, table: CostTable = TABLE, at_once: bool = True) -> None:
+    def __init__(
+        self, policy: GoodputLength, answers: int, table: CostTable = TABLE, at_once: bool = True, prompt: int = 0
+    ) -> None:
         self.policy, self.table, self.at_once, self.dice = policy, table, at_once, random.Random(3)
-        self.number = answers
+        self.number, self.prompt = answers, prompt
         self.answers: list[Beside] = []
+        self.waiting: dict[Beside, int] = {}  # tokens of each answer that the draft has not read
         self.tokens = self.seconds = 0.0
 
     def begin(self) -> None:
         """Start new answers."""
         scopes = [Scope(f"{self.dice.random()}", 0.0) for _ in range(self.number)]
         self.answers = [self.policy.among(scope) for scope in scopes]
+        self.waiting = dict.fromkeys(self.answers, self.prompt)
 
     def rounds(self, count: int, place: Place, length: int = 100) -> list[int]:
         """``count`` rounds of every answer, each of ``length`` rounds. Returns the computed steps of every draft."""
@@ -58,15 +63,20 @@ class Shared:
     def round(self, place: Place) -> list[int]:
         """One round of every answer, as ``Batch`` runs it. Returns the steps of their drafts."""
         found = [self.proposal(answer, place) for answer in self.answers]
-        steps = [one[0] for one in found if one[0]]
-        each_s = [self.table.start_s + self.table.draft_s * count for count in steps]
+        steps = [count for count, *_ in found if count]
+        each_s = [
+            self.table.start_s + self.table.draft_s * count + self.table.catch_up_s * self.waiting[answer]
+            for answer, (count, *_) in zip(self.answers, found, strict=True)
+            if count
+        ]
         draft_s = (max if self.at_once else sum)(each_s or [0.0])
         rows = sum(1 + drafted for _, drafted, _ in found)
         pass_s = 1 + 0.03 * (rows - 1)
         if steps:
-            self.policy.drafted(len(steps), max(steps), draft_s)
+            self.policy.drafted(len(steps), sum(steps), draft_s)
         self.policy.shared(rows, pass_s)
-        for answer, (_, drafted, accepted) in zip(self.answers, found, strict=True):
+        for answer, (count, drafted, accepted) in zip(self.answers, found, strict=True):
+            self.waiting[answer] = max(0, 1 + accepted - count) if count else self.waiting[answer] + 1 + accepted
             share = draft_s / self.number, pass_s / self.number
             answer.observe(Round("model" if drafted else "none", drafted, accepted, *share))
             self.tokens += 1 + accepted
@@ -76,7 +86,7 @@ class Shared:
     def proposal(self, answer: Beside, place: Place) -> tuple[int, int, int]:
         """The steps of a draft, its proposed and its accepted tokens."""
         steps = drafted = accepted = 0
-        length = answer.lead([], answer.next_length(1000, self.number), 1000).model
+        length = answer.lead([], answer.next_length(1000, self.number, self.waiting[answer]), 1000).model
         while steps < length:
             confidence, right = place(self.dice)
             steps += 1
@@ -121,6 +131,28 @@ def test_a_draft_that_does_not_pay_costs_at_most_two_percent(
     shared.tokens = shared.seconds = 0.0
     shared.rounds(400, place)
     assert shared.speed_up > 0.98
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize("answers", [2, 4])
+@pytest.mark.parametrize("place", [always(0.05, 0.02), always(0.9, 0.9)], ids=["useless", "good"])
+def test_a_long_text_is_read_for_a_draft_only_where_that_is_worth_it(
+    kind: type[GoodputLength], answers: int, place: Place
+) -> None:
+    """Answers of 20 rounds behind conversations of 5,000 tokens, which take the draft the time of 25 passes."""
+    shared = Shared(kind(TABLE), answers, prompt=5000)
+    shared.rounds(200, place, 20)
+    shared.tokens = shared.seconds = 0.0
+    shared.rounds(4000, place, 20)
+    assert shared.speed_up > 0.97
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_a_text_is_read_for_a_draft_that_saves_more(kind: type[GoodputLength]) -> None:
+    shared = Shared(kind(TABLE), 2, prompt=400)
+    drafted = shared.rounds(200, always(0.9, 0.9), 50)
+    assert sum(steps > 0 for steps in drafted) > 0.95 * len(drafted)
+    assert shared.speed_up > 1.3
 
 
 def test_a_draft_that_is_sure_where_it_is_right_stays_in_use() -> None:
@@ -186,10 +218,10 @@ def test_what_is_expected_of_drafting_is_said_of_shared_rounds_while_answers_sha
         lengths = [min(1, answer.next_length(1000, 4)) for answer in answers]
         rows = 4 + sum(lengths)
         if sum(lengths):
-            policy.drafted(sum(lengths), 1, 0.1 * sum(lengths))
+            policy.drafted(sum(lengths), sum(lengths), 0.1 * sum(lengths))
         policy.shared(rows, 1 + 0.22 * (rows - 1))
         for answer, length in zip(answers, lengths, strict=True):
-            accepted = int(length and dice.random() < 0.6)
+            accepted = int(length and dice.random() < 0.5)
             answer.observe(Round("model" if length else "none", length, accepted, 0.1 * length, 0.4))
         drafted += lengths
     assert sum(drafted[-200:]) < 20

@@ -28,12 +28,13 @@ from adaptive.control.looking import Looking, Looks
 from adaptive.control.policy import Adviser, Beside, Lead, Scope
 from adaptive.control.prices import best_length, pays, prices
 from adaptive.control.stopping import Stopping
+from adaptive.control.tries import BUDGET, DEBT, FEW_WAITING, SHARE
 from adaptive.types import Round
 
 # Rounds of an answer after which its draft length is updated.
 BATCH = 8
-# If drafting is not expected to pay, one round out of this many of all answers still drafts one token. Too low: costs
-# more for as long as drafting does not pay. Too high: it notices late that drafting has begun to pay.
+# If drafting is not expected to pay, at most one round out of this many of all answers still drafts one token. Too low:
+# costs more for as long as drafting does not pay. Too high: it notices late that drafting has begun to pay.
 TRY_EVERY = 50
 # If drafting pays, the rounds of all answers in which the draft was dropped before the next one verifies its first
 # token. Too low: more tokens are verified in vain. Too high: it is noticed late that low confidences are too low.
@@ -84,20 +85,42 @@ class JointCosts:
             return 1 / answers
         return known[min(known, key=lambda count: abs(count - answers))].value / answers
 
-    def drafted(self, costs: CostModel, answers: int, length: int, seconds: float) -> None:
-        """Learn from the drafts of ``answers`` answers, the longest of ``length`` tokens, that took ``seconds`` in
-        all."""
+    def drafted(self, costs: CostModel, answers: int, tokens: int, seconds: float) -> None:
+        """Learn from the drafts of ``answers`` answers, ``tokens`` in all, that took ``seconds``. They are compared
+        with a draft of their mean length, because that is what each answer counts: a joint call takes as long as its
+        longest draft."""
         factor = self._drafts.setdefault(answers, Learned(min(MOST, self.share(answers) * answers)))
-        factor.observe(seconds / (factor.value * costs.draft(length)))
+        factor.observe(seconds / (factor.value * costs.draft(tokens / answers)))
 
 
 class Drafting:
-    """What drafted rounds brought, also those that proposed nothing, and how many rounds were not judged: of all
-    answers with one drafter and temperature, while as many answers share the passes."""
+    """What drafted rounds brought, also those that proposed nothing, how many rounds were not judged, and the time that
+    tries may take while drafting does not pay: of all answers with one drafter and temperature, while as many answers
+    share the passes."""
 
     def __init__(self) -> None:
         self._brought = Discounted(KEEP)  # tokens and the time of plain rounds
-        self.plain = self.dropped = 0  # rounds since the last try, and since a token was judged at any confidence
+        self.dropped = 0  # rounds since a token was judged at any confidence
+        # In an answer's plain rounds: what tries may take, and how much of the last one's price may come back.
+        self._budget = self._returned = 0.0
+
+    def earn(self) -> None:
+        """Add the share of one plain round."""
+        self._budget = min(BUDGET, self._budget + SHARE)
+
+    def affords(self, price: float, owed: float) -> bool:
+        """Whether to try, at a price in an answer's plain rounds, which is then spent. A long text that the draft has
+        to read may cost more than the budget holds: at most ``owed`` is owed then."""
+        least = SHARE * TRY_EVERY
+        price = max(price, least)
+        if self._budget < min(price, BUDGET):
+            return False
+        self._budget, self._returned = max(-owed, self._budget - price), price - least
+        return True
+
+    def brought(self, accepted: int) -> None:
+        """Add the time that the accepted tokens of a try saved, so far as it cost more than any other round."""
+        self._budget = min(BUDGET, self._budget + min(accepted, self._returned))
 
     def observe(self, tokens: int, plain_rounds: float, trying: bool) -> None:
         """Add a round that took the time of so many plain ones; ``trying``: drafting is not expected to pay."""
@@ -136,6 +159,7 @@ class Known(Protocol):
     calibration: Calibration
     longest: int
     attentive: bool
+    answer_tokens: float
 
 
 class GoodputBeside(Beside):
@@ -146,6 +170,7 @@ class GoodputBeside(Beside):
         self._acceptance = known.acceptance.beside(scope.session, scope.drafter, scope.temperature)
         self._stopping = Stopping(known.longest)
         self._answers = self._age = self._limit = 0
+        self._tokens, self._trying = 0, False  # tokens of this answer; whether a try is under way
         self._drafting = Drafting()
         self._share = 1.0  # ratio of an answer's draft time to a lone draft's
         self.best = 0  # the length with the most tokens per second by acceptance at each position; 0: none pays
@@ -162,7 +187,7 @@ class GoodputBeside(Beside):
         """See ``Beside``."""
         return len(self._stopping.bins_of())
 
-    def next_length(self, limit: int, answers: int) -> int:
+    def next_length(self, limit: int, answers: int, waiting: int = 0) -> int:
         """See ``Beside``."""
         self._limit = limit
         if answers != self._answers or not self._age:
@@ -172,17 +197,32 @@ class GoodputBeside(Beside):
         known, drafting = self._known, self._drafting
         if limit <= 0:
             return 0
-        if self.best and not known.attentive:
-            return min(limit, self.best)
-        if self.best and drafting.dropped < JUDGE_EVERY:
-            return min(limit, known.longest)
-        if not self.best and drafting.plain < TRY_EVERY - 1:
-            drafting.plain += 1
-            return 0
-        drafting.plain = drafting.dropped = 0
+        if self.best and (waiting <= FEW_WAITING or self._worth_catching_up(waiting)):
+            if not known.attentive:
+                return min(limit, self.best)
+            if drafting.dropped < JUDGE_EVERY:
+                return min(limit, known.longest)
+        elif not self._trying:
+            drafting.earn()
+            if not drafting.affords(self._price(waiting), DEBT * answers):
+                return 0
+            self._trying = True  # until a token was drafted: a long text is read in several rounds
+        drafting.dropped = 0
         self._stopping.exactly(1)
         self._age = 0  # decide again before the next round
         return 1
+
+    def _price(self, waiting: int) -> float:
+        """The cost of one drafted token that is rejected, in an answer's plain rounds. All answers wait for it."""
+        known, costs, answers = self._known, self._known.costs, self._answers
+        verify_s = known.joint.seconds(costs, answers + 1) - known.joint.seconds(costs, answers)
+        return (costs.draft(1, waiting) + verify_s) / self._verify[0]
+
+    def _worth_catching_up(self, waiting: int) -> bool:
+        """Whether the rest of the answer will save the time in which the draft reads the ``waiting`` tokens."""
+        usual, (tokens, seconds) = self._known.answer_tokens, self._round
+        left = min(self._limit + 1, max(usual - self._tokens, usual / 2))
+        return left * (self._verify[0] - seconds / tokens) > self._known.costs.draft(0, waiting)
 
     def _decide(self, answers: int) -> None:
         known, costs = self._known, self._known.costs
@@ -228,6 +268,7 @@ class GoodputBeside(Beside):
     def observe(self, outcome: Round) -> None:
         """See ``Beside``. Nothing is learned about the costs of lone rounds."""
         known = self._known
+        self._tokens += 1 + outcome.accepted
         if outcome.drafted:  # at once, because an answer may end after any round
             self._acceptance.observe([outcome])
         if bins := self._stopping.bins_of():
@@ -236,6 +277,13 @@ class GoodputBeside(Beside):
         if draft_s := self._draft_s(outcome):
             seconds = draft_s + self._verify[min(outcome.drafted, len(self._verify) - 1)]
             self._drafting.observe(1 + outcome.accepted, seconds / self._verify[0], not self.best)
+            if self._trying:
+                self._drafting.brought(outcome.accepted)
+                self._trying = False
+
+    def passed(self, outcome: Round) -> None:
+        """See ``Beside``."""
+        self._tokens += 1 + outcome.accepted
 
     def _draft_s(self, outcome: Round) -> float:
         """An answer's share of the seconds of its draft, whose tokens may all have been dropped."""
@@ -295,7 +343,8 @@ class BesideWithHistory(GoodputBeside):
         super().observe(outcome)
 
     def passed(self, outcome: Round) -> None:
-        """See ``LengthPolicy``."""
+        """See ``Beside``."""
+        super().passed(outcome)
         self._went_on(outcome, 0.0)
 
     def _went_on(self, outcome: Round, draft_s: float) -> None:

@@ -205,8 +205,9 @@ class CostModel:
         """Set the length of the committed text to ``context`` tokens."""
         self.now = self.context_s * (context - self.context)
 
-    def draft(self, length: int, waiting: int = 0) -> float:
-        """Seconds of drafting ``length`` tokens if the draft has ``waiting`` tokens to catch up with."""
+    def draft(self, length: float, waiting: int = 0) -> float:
+        """Seconds of drafting ``length`` tokens, which may be a mean, if the draft has ``waiting`` tokens to catch up
+        with."""
         start_s = self.start_s if length else 0.0
         return self.speed * (start_s + length * self.draft_s + waiting * self.catch_up_s)
 

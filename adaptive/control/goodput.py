@@ -40,7 +40,7 @@ from adaptive.control.policy import Advice, Adviser, Beside, LengthPolicy, Scope
 from adaptive.control.prices import best_fixed, prices
 from adaptive.control.rate import RecentRate, SeenTimes
 from adaptive.control.stopping import Stopping
-from adaptive.control.tries import BUDGET, Tries
+from adaptive.control.tries import BUDGET, FEW_WAITING, Tries
 from adaptive.machine import LoadWatch
 from adaptive.types import Round
 
@@ -60,8 +60,6 @@ COMPARED = 3
 REFRESH = 4
 # Weight of one answer in the running mean of answer lengths, and its initial value (tokens).
 ANSWER_STEP, ANSWER_TOKENS = 0.1, 100.0
-# Tokens to catch up with whose time is ignored in decisions.
-FEW_WAITING = 8
 
 
 class GoodputLength(LengthPolicy):
@@ -412,9 +410,9 @@ class GoodputLength(LengthPolicy):
         self.alone = False
         self.joint.observe(self.costs, rows, seconds)
 
-    def drafted(self, answers: int, length: int, seconds: float) -> None:
+    def drafted(self, answers: int, tokens: int, seconds: float) -> None:
         """The same for the drafts of several answers."""
-        self.joint.drafted(self.costs, answers, length, seconds)
+        self.joint.drafted(self.costs, answers, tokens, seconds)
 
     def begin(self, scope: Scope) -> None:
         """Start an answer; estimates of a new session or temperature start from the general ones."""

@@ -144,7 +144,7 @@ class _NodesBeside(Beside):
     def __init__(self, policy: NodesByCost) -> None:
         self._policy = policy
 
-    def next_length(self, limit: int, answers: int) -> int:
+    def next_length(self, limit: int, answers: int, waiting: int = 0) -> int:
         """The best number of nodes alone, or before any lone round those tried first, divided among the answers."""
         policy = self._policy
         place = policy._best() if policy.sums[0] else policy._first_try()

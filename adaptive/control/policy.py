@@ -76,8 +76,9 @@ class Beside:
         """Tokens about which ``adviser`` was asked since ``next_length``, dropped ones included."""
         return 0
 
-    def next_length(self, limit: int, answers: int) -> int:
-        """The most tokens that the next round drafts, 0 to ``limit``, if ``answers`` answers share its pass."""
+    def next_length(self, limit: int, answers: int, waiting: int = 0) -> int:
+        """The most tokens that the next round drafts, 0 to ``limit``, if ``answers`` answers share its pass.
+        ``waiting`` is the number of committed tokens that the draft has to catch up with."""
         return 0
 
     def worth_looking(self, behind: bool = False) -> bool:
@@ -227,9 +228,8 @@ class LengthPolicy(ABC):
     def shared(self, rows: int, seconds: float) -> None:  # noqa: B027 - only some policies learn the costs of passes
         """Take in the seconds of a pass over ``rows`` tokens of several answers' rounds."""
 
-    def drafted(self, answers: int, length: int, seconds: float) -> None:  # noqa: B027 - as above
-        """Take in the seconds of the drafts of ``answers`` answers in all, the longest of ``length`` tokens, with
-        dropped ones."""
+    def drafted(self, answers: int, tokens: int, seconds: float) -> None:  # noqa: B027 - as above
+        """Take in the seconds of the drafts of ``answers`` answers, of ``tokens`` in all, with dropped ones."""
 
     def begin(self, scope: Scope) -> None:  # noqa: B027 - most policies keep no estimates apart
         """Start an answer, or go on with one that others were decoded beside."""
@@ -285,7 +285,7 @@ class FixedBeside(Beside):
     def __init__(self, policy: FixedLength) -> None:
         self._policy = policy
 
-    def next_length(self, limit: int, answers: int) -> int:
+    def next_length(self, limit: int, answers: int, waiting: int = 0) -> int:
         """The fixed length, or less if ``limit`` is lower."""
         return self._policy.next_length(limit)
 

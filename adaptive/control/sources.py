@@ -35,12 +35,12 @@ from typing import Any
 from adaptive.control.ahead import KEEP, Ahead
 from adaptive.control.among import BesideWithHistory
 from adaptive.control.costs import LONGEST, Timed
-from adaptive.control.goodput import FEW_WAITING, RATE_WEIGHT, GoodputLength
+from adaptive.control.goodput import RATE_WEIGHT, GoodputLength
 from adaptive.control.looking import Looking, Looks
 from adaptive.control.policy import Adviser, Beside, Lead, Scope
 from adaptive.control.prices import Terms, best_front, best_length, best_tail, pays
 from adaptive.control.stopping import Stopping
-from adaptive.control.tries import BUDGET, Rival
+from adaptive.control.tries import BUDGET, FEW_WAITING, Rival
 from adaptive.types import FREE, MODEL, Round
 
 # Most rounds in a row without a lookup before the policy is asked again. Too high: late when rounds become longer.

@@ -22,6 +22,8 @@ BUDGET = 4.0
 # The most that the budget may owe: a try after a long prompt costs the rounds in which the draft catches up with it.
 # Too low: such tries cost more than their share. Too high: a draft that has become useful is used late.
 DEBT = 16.0
+# Tokens to catch up with whose time is ignored in decisions.
+FEW_WAITING = 8
 # One out of this many tries verifies its first token at any confidence, so that a draft with low confidence is still
 # judged. Too low: fewer tries are left to discover a useful draft.
 JUDGED_EVERY = 4

@@ -154,8 +154,8 @@ class Batch:
             said.draft_s = seconds[decoding]
         drafts = [said for _, said in turns if said.steps]
         if drafts and not failed:
-            longest = max(said.steps for said in drafts)
-            going[0].policy.drafted(len(drafts), longest, sum(said.draft_s for said in drafts))
+            tokens, drafting_s = sum(said.steps for said in drafts), sum(said.draft_s for said in drafts)
+            going[0].policy.drafted(len(drafts), tokens, drafting_s)
         return turns, failed
 
     def _slices(self, rows: int) -> Iterator[tuple[Decoding, int]]:

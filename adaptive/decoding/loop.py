@@ -232,12 +232,12 @@ class Decoding:
             self._beside = self.policy.among(self.scope)
             if self.history is not None:
                 self._grafting_beside = Grafting(self.drafter, self.history, self._beside)
-        beside, limit = self._beside, 0
+        beside, limit, lacks = self._beside, 0, 0
         if speculate and self.drafter is not None:
             limit = self._limit(self.drafter)
-        length = beside.next_length(limit, answers)
-        if length and self.drafter is not None:
             lacks = self.drafter.catch_up(len(committed))
+        length = beside.next_length(limit, answers, lacks)
+        if length and self.drafter is not None:
             if lacks > SLICE and not hurried:
                 self._reserve(length)
                 self.drafter.feed(committed, SLICE)
