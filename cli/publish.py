@@ -33,6 +33,8 @@ RECORDS = 1000
 LONGEST_OUTPUT = 512
 # Draft length if the seconds of the server's rounds are not known.
 USUAL_LENGTH = 4
+# Factor on the largest possible gain up to which a measured gain is taken for right.
+MEASURED = 1.1
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,7 @@ def _say_tried(console: Console, before: Measured, tried: Tried, expected: float
     from rich.markup import escape
 
     if tried.worse is None:
-        console.print(f"it is in use: {_compared(before, tried, expected)}", soft_wrap=True)
+        console.print(f"it is in use: {compared(before, tried, expected)}", soft_wrap=True)
     else:
         console.print(f"[yellow]rolled back:[/] {escape(tried.worse)}", soft_wrap=True)
 
@@ -311,12 +313,18 @@ def _figures(measured: Measured | None) -> dict[str, Any] | None:
     }
 
 
-def _compared(before: Measured, tried: Tried, expected: float | None) -> str:
+def compared(before: Measured, tried: Tried, expected: float | None) -> str:
+    """The server before, and in the trial, in words; ``expected`` is the acceptance by replay."""
     after = tried.measured
     assert after is not None
     said = [
         f"{before.tokens_per_second:.1f} tokens/s became {after.tokens_per_second:.1f} at draft length {tried.length}"
     ]
+    most = 1 + tried.length * (after.acceptance or 0.0)  # tokens of a round, which takes no less than a plain one
+    if not before.drafted and after.drafted and after.tokens_per_second > MEASURED * most * before.tokens_per_second:
+        said[0] += (
+            f", but such a draft cannot bring more than {most:.1f} times: the server was slow before"
+        )
     if after.acceptance is not None:
         was = "" if before.acceptance is None else f", {before.acceptance:.3f} before"
         said.append(f"{after.acceptance:.3f} of the drafted tokens are accepted{was}")

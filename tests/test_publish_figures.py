@@ -10,7 +10,8 @@ from test_publish import measured
 
 from adaptive.upstream.lengths import RoundCosts, advise, round_costs
 from adaptive.upstream.measure import Answered, Measured, counted, each_accepted
-from cli.trial import worse_than
+from cli.publish import compared
+from cli.trial import Tried, worse_than
 
 
 def answers(round_s: float, token_s: float, lengths: list[float]) -> list[Answered]:
@@ -91,3 +92,12 @@ def test_what_is_worse_is_told_by_acceptance_else_by_speed() -> None:
     assert worse_than(measured(0, 0), measured(400, 200, seconds=4.0)) is not None
     assert worse_than(measured(0, 0), measured(400, 200)) is None
     assert worse_than(measured(400, 200), measured(0, 0)) is not None
+
+
+@pytest.mark.parametrize(("plain_s", "busy"), [(0.1, False), (0.5, True)])
+def test_a_gain_that_no_draft_can_bring_is_named(plain_s: float, busy: bool) -> None:
+    """Two drafted tokens a round, half of them accepted: at most twice the speed of plain decoding at 0.1 s a token."""
+    before = Measured((Answered(40, 40 * plain_s, None, None),), None, None, None)
+    after = Measured((Answered(80, 40 * 0.11, 80, 40),), 80, 40, None)
+    said = compared(before, Tried(2, after, None), None)
+    assert ("cannot bring more than 2.0 times" in said) is busy
