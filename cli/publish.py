@@ -322,9 +322,7 @@ def compared(before: Measured, tried: Tried, expected: float | None) -> str:
     ]
     most = 1 + tried.length * (after.acceptance or 0.0)  # tokens of a round, which takes no less than a plain one
     if not before.drafted and after.drafted and after.tokens_per_second > MEASURED * most * before.tokens_per_second:
-        said[0] += (
-            f", but such a draft cannot bring more than {most:.1f} times: the server was slow before"
-        )
+        said[0] += f", but such a draft cannot bring more than {most:.1f} times: the server was slow before"
     if after.acceptance is not None:
         was = "" if before.acceptance is None else f", {before.acceptance:.3f} before"
         said.append(f"{after.acceptance:.3f} of the drafted tokens are accepted{was}")
