@@ -14,7 +14,10 @@ high by chance ends drafts that are worth their time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+from adaptive.control.costs import Timed
 
 # Weight left of a round after one later round: for the general rate, and for the rate after rounds of one kind, where
 # only rounds of that kind count (about 100 and 50 rounds). A longer memory reacts late to a change of subject, a
@@ -111,6 +114,26 @@ class Ahead:
             self.behind[after].observe(found, tokens[:1], seconds[:1])
         self.behind[found].observe(found, tokens[1:], seconds[1:])
 
+    def tell(
+        self, rounds: Iterable[tuple[Timed, bool]], seconds_of: Callable[[Timed], float], after: bool | None
+    ) -> bool | None:
+        """Add rounds of one text, each with whether something was found for it, several at once because that is faster.
+        ``seconds_of`` gives the seconds of a round, ``after`` is that of ``observe``. Returns it for the next round."""
+        believed: dict[tuple[int, int, int], float] = {}  # most rounds are like others
+        for (found, free), alike in itertools.groupby(rounds, _sort):
+            tokens: list[int] = []
+            seconds: list[float] = []
+            for timed, _ in alike:
+                kind = timed.outcome.drafted, timed.steps, timed.waiting
+                took = believed.get(kind)
+                if took is None:
+                    took = believed[kind] = seconds_of(timed)
+                tokens.append(1 + timed.outcome.accepted)
+                seconds.append(took)
+            self.observe(found, tokens, seconds, after, free)
+            after = found
+        return after
+
     def rescale(self, factor: float) -> None:
         """Multiply the seconds of all rounds by ``factor``."""
         for rounds in (self.found, self.left, *(behind.found for behind in self.behind.values())):
@@ -152,3 +175,9 @@ class Ahead:
 
     def _tokens(self) -> float:
         return self.found.tokens + self.left.tokens + WEIGHT
+
+
+def _sort(ended: tuple[Timed, bool]) -> tuple[bool, bool]:
+    """Whether something was found for an ended round, and whether the draft took no part in it then."""
+    timed, found = ended
+    return found, found and not timed.steps

@@ -61,12 +61,6 @@ class Plan:
     loss: float | None = None
 
 
-def _sort(ended: tuple[Timed, bool]) -> tuple[bool, bool]:
-    """Whether something was found for an ended round, and whether the draft took no part in it then."""
-    timed, found = ended
-    return found, found and not timed.steps
-
-
 class GoodputWithHistory(GoodputLength):
     """The default policy if there is history to draft from: it also decides when history drafts instead of the model,
     before it, or behind it.
@@ -398,24 +392,12 @@ class GoodputWithHistory(GoodputLength):
         self.untold.append((timed, plan is not None and plan.found))
 
     def _tell(self) -> None:
-        """Report the ended rounds to ``ahead``, several at once because that is faster."""
+        """Report the ended rounds to ``ahead``."""
         if not self.untold:
             return
         self.rates, self.terms = {}, None
         untold, self.untold, speed = self.untold, [], self.costs.speed
-        believed: dict[tuple[int, int, int], float] = {}  # most rounds are like others
-        for (found, free), alike in itertools.groupby(untold, _sort):
-            tokens: list[int] = []
-            seconds: list[float] = []
-            for timed, _ in alike:
-                kind = timed.outcome.drafted, timed.steps, timed.waiting
-                took = believed.get(kind)
-                if took is None:
-                    took = believed[kind] = self._believed(timed) / speed
-                tokens.append(1 + timed.outcome.accepted)
-                seconds.append(took)
-            self.ahead.observe(found, tokens, seconds, self.after, free)
-            self.after = found
+        self.after = self.ahead.tell(untold, lambda timed: self._believed(timed) / speed, self.after)
 
     def among(self, scope: Scope) -> Beside:
         """See ``GoodputLength``."""
