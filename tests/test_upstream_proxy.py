@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -160,6 +162,28 @@ def test_everything_else_passes_unchanged(stage: Make) -> None:
     put = here.server.asked("/any")[0]
     assert "x-mine: \xc3\xbc" in put.head
     assert [heard.head.split()[0] for heard in here.server.heard] == ["GET", "GET", "PUT", "POST", "DELETE"]
+
+
+def test_a_head_without_end_is_refused(stage: Make) -> None:
+    """Many requests in one connection, or one with a long body, are not taken for one."""
+    here = stage(lambda heard, connection: connection.sendall(plain(heard.body, more=CLOSE)))
+    with httpx.Client(base_url=here.url) as client:
+        for _ in range(40):
+            assert client.post("/any", content=b"a", headers={"X-Long": 3000 * "a"}).content == b"a"
+        assert len(client.post("/any", content=300_000 * b"a", headers={"X-Long": 3000 * "a"}).content) == 300_000
+        assert client.get("/any").status_code == 200
+    host, port = here.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), 10.0) as connection:
+        connection.sendall(b"GET /any HTTP/1.1\r\nHost: a\r\nX-Long: ")
+        said, sent = b"", 0
+        with contextlib.suppress(OSError):  # refused while it goes on
+            while sent < 4 << 20 and not select.select([connection], [], [], 0.01)[0]:
+                connection.sendall(4096 * b"a")
+                sent += 4096
+            said = connection.recv(1000)
+    assert sent <= 1 << 20
+    assert said.startswith(b"HTTP/1.1 400") or not said
+    assert not here.server.asked("/any")[42:]
 
 
 def test_without_a_log_requests_pass_as_they_are() -> None:

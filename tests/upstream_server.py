@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from served_here import on_a_thread
 
 from adaptive.upstream.proxy import Proxy
+from adaptive.upstream.server import AS_IT_IS
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def scripted(script: Script, kind: str = "llama-server") -> Iterator[Scripted]:
 @contextlib.contextmanager
 def served(proxy: Proxy) -> Iterator[str]:
     """Serve the proxy on a port of its own; yields its address."""
-    with on_a_thread(proxy, server_header=False, date_header=False) as address:
+    with on_a_thread(proxy, **AS_IT_IS) as address:
         yield address
 
 

@@ -116,6 +116,7 @@ class _Server(uvicorn.Server):
 def server_config(app: ASGIApp, **options: Any) -> uvicorn.Config:
     """uvicorn's configuration for any of our servers. Forwarded headers are ignored: every program of this machine
     could use them to pass for the client of another connection (``peers.py``)."""
+    options = {"http": "h11", **options}
     return uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", proxy_headers=False, **options)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -24,10 +25,14 @@ from adaptive.settings import Settings
 from adaptive.state import PairState
 from adaptive.upstream.kinds import KINDS, Kind
 from adaptive.upstream.logbook import Logbook
+from adaptive.upstream.parsing import Parsing
 from adaptive.upstream.proxy import Proxy
 from checkpoints.store import AdapterStore
 
 logger = logging.getLogger("adaptive.upstream")
+
+# Options of uvicorn: nothing is added to what the server says.
+AS_IT_IS: dict[str, Any] = {"http": Parsing, "server_header": False, "date_header": False}
 
 
 def checked_url(url: str) -> str:
@@ -74,7 +79,7 @@ def learn(
             proxy.training = lambda: asdict(trainer.status)
             key = settings.api_key.get_secret_value() if settings.api_key else None
             app = Door(Resting(proxy, trainer), key)
-            config = server_config(app, server_header=False, date_header=False, timeout_graceful_shutdown=int(GRACE_S))
+            config = server_config(app, timeout_graceful_shutdown=int(GRACE_S), **AS_IT_IS)
             trainer.idle()
             until_signalled(_Server(config, proxy), listening)
 
