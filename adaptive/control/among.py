@@ -11,6 +11,9 @@ Whether to draft at all is decided by what drafted rounds brought, those that pr
 tokens are dropped for low confidence takes time as well. Such confidences are judged now and then all the same, because
 they may be too low; without that nothing would ever be learned of them.
 
+All answers wait while the draft reads a text that it has not seen. So it reads one where the rest of the answer saves
+more time than that, and tries, whose price includes it, have the same small share of the time as alone (``tries.py``).
+
 If history drafts too, its tokens and the model's have the value they have in a lone round (``sources.py``): the time in
 which later rounds would produce them. Grafts, and tries of the model where history leads, are not considered.
 """
