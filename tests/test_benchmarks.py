@@ -15,8 +15,10 @@ from typing import Any
 
 import constrained
 import controller
+import controller_history
 import history
 import joint
+import joint_history
 import limit
 import llamacpp_exact
 import numpy as np
@@ -33,7 +35,8 @@ from served import Served
 from slow_disk import until
 
 from adaptive.control.costs import LONGEST, CostTable
-from adaptive.control.policy import FixedLength
+from adaptive.control.policy import FixedLength, LengthPolicy
+from adaptive.control.sources import GoodputWithHistory
 from adaptive.drafting.archive import History
 from adaptive.drafting.history import RUNNING
 from adaptive.engines.protocol import ProposalCall
@@ -94,6 +97,22 @@ def test_a_replayed_draft_keeps_its_cache_within_a_conversation() -> None:
         for traces in ([before, goes_on], [before, other])
     ]
     assert drafted[1].seconds[-1] - drafted[0].seconds[-1] == pytest.approx(10.0)
+
+
+def test_replays_with_history_find_what_repeats_itself_alone_and_in_shared_rounds() -> None:
+    workload = [controller.Stretch([refused(60)] * 8)]
+    row = controller_history.judge("the same answer", workload, COSTS, 1)
+    assert row.best.startswith("history")
+    assert row.best_speed_up > 2
+    assert row.ways["model"] < 0.5
+    assert row.ways[controller_history.TOGETHER] > 0.7
+
+    def together(make: Callable[[controller.Clock], LengthPolicy], looks: bool) -> float:
+        return joint_history.replay(make, workload, COSTS, 2, 0, looks)
+
+    plain = together(lambda clock: joint_history.Found(0), False)
+    assert together(lambda clock: joint_history.Found(4), True) > 1.5 * plain
+    assert together(lambda clock: GoodputWithHistory(COSTS, clock=clock), True) > 1.5 * plain
 
 
 def test_no_contender_has_answered_a_prompt_of_the_race_before_it_begins() -> None:
