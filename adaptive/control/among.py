@@ -31,7 +31,7 @@ from adaptive.control.looking import Looking, Looks
 from adaptive.control.policy import Adviser, Beside, Lead, Scope
 from adaptive.control.prices import best_length, pays, prices
 from adaptive.control.stopping import Stopping
-from adaptive.control.tries import BUDGET, DEBT, FEW_WAITING, SHARE
+from adaptive.control.tries import BUDGET, DEBT, FEW_WAITING, SHARE, tokens_left
 from adaptive.types import Round
 
 # Rounds of an answer after which its draft length is updated.
@@ -223,8 +223,8 @@ class GoodputBeside(Beside):
 
     def _worth_catching_up(self, waiting: int) -> bool:
         """Whether the rest of the answer will save the time in which the draft reads the ``waiting`` tokens."""
-        usual, (tokens, seconds) = self._known.answer_tokens, self._round
-        left = min(self._limit + 1, max(usual - self._tokens, usual / 2))
+        tokens, seconds = self._round
+        left = tokens_left(self._limit, self._known.answer_tokens, self._tokens)
         return left * (self._verify[0] - seconds / tokens) > self._known.costs.draft(0, waiting)
 
     def _decide(self, answers: int) -> None:

@@ -40,7 +40,7 @@ from adaptive.control.policy import Advice, Adviser, Beside, LengthPolicy, Scope
 from adaptive.control.prices import best_fixed, prices
 from adaptive.control.rate import RecentRate, SeenTimes
 from adaptive.control.stopping import Stopping
-from adaptive.control.tries import BUDGET, FEW_WAITING, Tries
+from adaptive.control.tries import BUDGET, FEW_WAITING, Tries, tokens_left
 from adaptive.machine import LoadWatch
 from adaptive.types import Round
 
@@ -249,7 +249,7 @@ class GoodputLength(LengthPolicy):
 
     def _tokens_left(self, limit: int) -> float:
         """The expected number of tokens until the answer ends."""
-        return min(limit + 1, max(self.answer_tokens - self.elapsed.tokens, self.answer_tokens / 2))
+        return tokens_left(limit, self.answer_tokens, self.elapsed.tokens)
 
     def advise(self, position: int, confidence: float) -> Advice:
         """Drop a token whose verification is not worth its time; continue while a further token is."""

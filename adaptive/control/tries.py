@@ -46,6 +46,12 @@ RIVAL_SHARE = 0.003
 RIVAL_ON_TRIAL = 40
 
 
+def tokens_left(limit: int, usual: float, said: int) -> float:
+    """The expected number of tokens until an answer ends that has ``said`` tokens and room for drafts of ``limit``;
+    ``usual`` is the mean length of answers."""
+    return min(limit + 1, max(usual - said, usual / 2))
+
+
 class Tries:
     """The budget, the price of a try, and the rounds left on trial."""
 
