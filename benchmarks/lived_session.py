@@ -254,7 +254,8 @@ class Verdict:
     (there most answers follow another one directly; on other prompts half of the session's answers follow a pause).
     ``collected`` is the share of the ``best`` fixed length's gain that ``same`` has, None if that gain is too small.
     ``least`` is the lowest speed over plain decoding in ``WINDOW`` consecutive requests of the whole session. ``soon``
-    is, by promotion, the speed in the ``SOON`` requests after it over that in the requests from there to the next one.
+    is, by promotion, the speed in the ``SOON`` requests after it over that in the requests of the same kind from there
+    to the next promotion: how predictable the text of another kind is, no controller changes.
     """
 
     promotions: int
@@ -276,8 +277,9 @@ def judge(asked: Sequence[Asked]) -> Verdict:
     windows = [asked[i : i + WINDOW] for i in range(max(1, len(asked) - WINDOW + 1))]
     soon = []
     for begin, end in itertools.pairwise([*changes, len(asked)]):
-        if end - begin >= 2 * SOON:
-            soon.append(speed(asked[begin : begin + SOON]) / speed(asked[begin + SOON : end]))
+        alike = [a for a in asked[begin:end] if a.kind == asked[begin].kind]
+        if len(alike) >= 2 * SOON:
+            soon.append(speed(alike[:SOON]) / speed(alike[SOON:]))
     same = speed([a for a in after if len(a.fixed) > 1] or after)
     return Verdict(
         promotions=len(changes),
@@ -362,7 +364,7 @@ def main() -> None:
         f"{options.regime}: {verdict.promotions} changes of the adapter; since the first {verdict.session:.3f} times "
         f"plain decoding, on the same prompts {verdict.same:.3f} and the best fixed length ({verdict.best_length}) "
         f"{verdict.best:.3f}: {collected}; least over "
-        f"{WINDOW} requests {verdict.least:.3f}; in the {SOON} requests after a promotion, of later: "
+        f"{WINDOW} requests {verdict.least:.3f}; in the {SOON} requests after a promotion, of later ones of the kind: "
         f"{', '.join(f'{s:.2f}' for s in verdict.soon) or 'none'}"
     )
 
