@@ -126,7 +126,7 @@ def publish(
     chosen = _chosen_length(settings)
     if restart is not None and upstream is None:
         raise AdaptiveError("--restart needs --upstream, the address at which the server is measured")
-    key = None if api_key_file is None else _key(api_key_file)
+    key = _key(settings, api_key_file)
     url = None if upstream is None else server.checked_url(upstream)
     kind = server.checked_kind(engine) or (None if url is None else find_kind(url, key))
     if kind is None:
@@ -172,14 +172,21 @@ def publish(
         running = trial.Server(url, key, kind, restart, file, wait, asked, max_tokens, model, is_head)
         with console.status("restarting the server, and measuring it"):
             given, tokens = put.earlier(state, url, kind), None if chosen else plan.tokens
-            tried = trial.settle(running, before, draft, length, tokens, given)
+            try:
+                tried = trial.settle(running, before, draft, length, tokens, given)
+            except trial.InterruptedTrial as ending:
+                if ending.restored and not there:
+                    put.discard_own(state, draft)
+                raise
         length = tried.length
         if tried.worse is None:
             put.remember(state, url, put.Put(kind.name, published.id, str(draft), length))
         elif not there:
             put.discard_own(state, draft)
-    elif file is not None and edited is not None:
-        file.write(edited)
+    else:
+        put.keep(state, put.Put(kind.name, published.id, str(draft), length))
+        if file is not None and edited is not None:
+            file.write(edited)
     options = publishing.options(kind, draft, length, published.is_head)
     expected = expected_acceptance(plan.answered, length, kind, max_tokens)
     if tried is not None and before is not None:
@@ -337,7 +344,11 @@ def _typed(options: dict[str, str]) -> str:
     return " ".join(f"{name} {shlex.quote(value)}" for name, value in options.items())
 
 
-def _key(file: Path) -> str:
+def _key(settings: Settings, named: Path | None) -> str | None:
+    """The server's key: in the file ``named`` on the command line, else that of the settings. Raises AdaptiveError."""
+    file = named or settings.api_key_file
+    if file is None:
+        return None if settings.api_key is None else settings.api_key.get_secret_value()
     try:
         key = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

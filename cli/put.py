@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from adaptive.upstream.kinds import Kind
 
 
+# What notes of drafts begin with that were written for a server which somebody starts by hand.
+BY_HAND = "by hand: "
+
+
 @dataclass(frozen=True)
 class Put:
     """What a server was given by a trial: the kind of the server, the adapter or head, its draft, and the length."""
@@ -43,13 +47,15 @@ def remember(state: PairState, url: str, put: Put) -> None:
     known = _remembered(state)
     replaced = known.get(url)
     known[url] = put
-    note = _note(state)
-    try:
-        files.replace_text(state.root, note, json.dumps({url: asdict(one) for url, one in known.items()}))
-    except OSError as error:
-        raise AdaptiveError(f"it is in use, but {note} cannot be written ({error.strerror})") from error
+    _note_down(state, known, "it is in use")
     if replaced is not None and replaced.draft not in {one.draft for one in known.values()}:
         discard_own(state, Path(replaced.draft))
+
+
+def keep(state: PairState, put: Put) -> None:
+    """Note that the draft was written for a server that somebody starts by hand, so that it is never deleted: nothing
+    tells when that server is given another. Raises AdaptiveError if the note cannot be written."""
+    _note_down(state, {**_remembered(state), BY_HAND + put.draft: put}, "it is written")
 
 
 def discard_own(state: PairState, draft: Path) -> None:
@@ -64,12 +70,20 @@ def discard(path: Path) -> None:
         files.remove(path)
 
 
+def _note_down(state: PairState, known: dict[str, Put], done: str) -> None:
+    note = _note(state)
+    try:
+        files.replace_text(state.root, note, json.dumps({url: asdict(one) for url, one in known.items()}))
+    except OSError as error:
+        raise AdaptiveError(f"{done}, but {note} cannot be written ({error.strerror})") from error
+
+
 def _note(state: PairState) -> Path:
     return state.root / "published.json"
 
 
 def _remembered(state: PairState) -> dict[str, Put]:
-    """By the servers' addresses; nothing if the note is missing or of another form."""
+    """By the servers' addresses, or BY_HAND and the draft; nothing if the note is missing or of another form."""
     try:
         said = json.loads(_note(state).read_text(encoding="utf-8"))
         return {url: Put(**one) for url, one in said.items()}

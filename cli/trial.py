@@ -77,6 +77,14 @@ class Server:
         publishing.restart(self.command, self.url, self.key, draft, length, self.wait_s)
 
 
+class InterruptedTrial(KeyboardInterrupt):
+    """Somebody has ended a trial. ``restored``: the server has its earlier state again."""
+
+    def __init__(self, restored: bool) -> None:
+        super().__init__()
+        self.restored = restored
+
+
 def settle(
     server: Server,
     before: Measured,
@@ -89,15 +97,14 @@ def settle(
     use, which is returned. If all are worse than ``before``, the ``earlier`` draft is restored.
 
     ``tokens_a_round`` are those at lengths 0, 1, ... by replay; None tries ``length`` alone. Raises AdaptiveError if
-    the server does not come back with the earlier draft. KeyboardInterrupt, also by a signal to end, is raised after
+    the server does not come back with the earlier draft. InterruptedTrial, also by a signal to end, is raised after
     that draft is restored, or after a line that says why it is not.
     """
     with _ended_as_interrupted():
         try:
             return _settle(server, before, draft, length, tokens_a_round, earlier)
-        except KeyboardInterrupt:
-            _undo(server, draft, earlier)
-            raise
+        except KeyboardInterrupt as ending:
+            raise InterruptedTrial(_undo(server, draft, earlier)) from ending
 
 
 @contextmanager
@@ -116,8 +123,8 @@ def _ended_as_interrupted() -> Iterator[None]:
             signal.signal(one, handler)
 
 
-def _undo(server: Server, draft: Path, earlier: Put | None) -> None:
-    """Restore the ``earlier`` state after an interruption. Prints a line if that fails."""
+def _undo(server: Server, draft: Path, earlier: Put | None) -> bool:
+    """Restore the ``earlier`` state after an interruption. Returns False, and prints a line, if that fails."""
     _say("interrupted; the server's earlier state is being restored")
     try:
         server.give_back(earlier)
@@ -126,6 +133,8 @@ def _undo(server: Server, draft: Path, earlier: Put | None) -> None:
         file = f", and {server.file.path} is still edited" if server.file is not None and server.file.edited else ""
         said = f"that failed ({why}); the server at {server.url} uses {draft}, unmeasured, or does not run{file}"
         _say(said)
+        return False
+    return True
 
 
 def _say(said: str) -> None:

@@ -91,7 +91,7 @@ class Guard:
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[int, str] | None:
         if self.key is None:
-            if _name(headers.get(b"host", b"")) not in LOOPBACK:
+            if host_name(headers.get(b"host", b"")) not in LOOPBACK:
                 return 403, (
                     "without an API key the server answers to localhost only, and this request names another host; "
                     "a key is the cure: start the server with --api-key-file FILE, and send the key"
@@ -134,7 +134,7 @@ def _digest(text: bytes) -> bytes:
     return hashlib.sha256(text).digest()
 
 
-def _name(host: bytes) -> str:
+def host_name(host: bytes) -> str:
     """The name in a Host header, without its port."""
     return _origin_name(b"http://" + host)
 

@@ -38,6 +38,10 @@ class UnreachableError(Exception):
     """The server cannot be reached, or does not answer in HTTP/1.1."""
 
 
+class UnsendableError(Exception):
+    """The request cannot be sent in HTTP/1.1 as it is."""
+
+
 class ServerCutError(Exception):
     """The server has ended its answer before its end."""
 
@@ -75,7 +79,7 @@ class Connections:
 
     def __init__(self, url: str, most: int) -> None:
         parts = urlsplit(url)
-        self._host, self._prefix = parts.hostname or "", parts.path.rstrip("/")
+        self._host, self._prefix = parts.hostname or "", quote(parts.path.rstrip("/"), safe=PRINTABLE)
         self._tls = trusted() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
         _, _, place = parts.netloc.rpartition("@")
@@ -94,11 +98,14 @@ class Connections:
         self, method: str, target: bytes, headers: Headers, body: bytes | AsyncIterator[bytes] = b""
     ) -> AsyncIterator[Answer]:
         """The server's answer to this request; ``target`` is the path with its query. A ``body`` of bytes gets its
-        length as a header, one in pieces has it among ``headers``. Raises UnreachableError."""
+        length as a header, one in pieces has it among ``headers``. Raises UnreachableError, UnsendableError."""
         sent = [*self._own, *(one for one in headers if one[0] not in self._own_names)]
         if isinstance(body, bytes) and (body or method in ("POST", "PUT", "PATCH")):
             sent.append((b"content-length", b"%d" % len(body)))
-        request = h11.Request(method=method, target=self._prefix + quote(target, safe=PRINTABLE), headers=sent)
+        try:
+            request = h11.Request(method=method, target=self._prefix + quote(target, safe=PRINTABLE), headers=sent)
+        except h11.LocalProtocolError as error:
+            raise UnsendableError(str(error)) from error
         # An idle connection may be closed by the server at the very moment when it is taken, so that a request in it is
         # sent again. A body in pieces cannot be, and gets a connection of its own.
         for new in (not isinstance(body, bytes), True):

@@ -137,16 +137,23 @@ def _together(
 
 
 def counted(metrics: str) -> Counted:
-    """The values in a text of Prometheus' format, each summed over all its labels."""
+    """The values in a text of Prometheus' format: counters summed over all their labels, and the mean of the tokens a
+    round, which each rank of a server gives for itself (0 before it has drafted)."""
+
+    def values(name: str) -> list[float]:
+        found = re.findall(rf"^[a-z]+:{name}(?:\{{[^}}]*\}})? (\S+)", metrics, re.MULTILINE)
+        return [float(one) for one in found]
 
     def total(name: str) -> float | None:
-        found = re.findall(rf"^[a-z]+:{name}(?:\{{[^}}]*\}})? (\S+)", metrics, re.MULTILINE)
-        return sum(map(float, found)) if found else None
+        found = values(name)
+        return sum(found) if found else None
 
     drafted, accepted = total(DRAFTED), total(ACCEPTED)
     if drafted is None and "vllm:" in metrics:
         drafted = accepted = 0.0  # vLLM has these counters only if it drafts
-    return Counted(drafted, accepted, total(LENGTH))
+    lengths = values(LENGTH)
+    drafting = [one for one in lengths if one > 0] or lengths
+    return Counted(drafted, accepted, sum(drafting) / len(drafting) if drafting else None)
 
 
 def _client(url: str, key: str | None) -> httpx.Client:

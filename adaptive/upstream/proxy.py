@@ -21,7 +21,14 @@ from starlette.types import Message, Receive, Scope, Send
 from adaptive.headers import session_name
 from adaptive.service.errors import error_object
 from adaptive.upstream.asking import PATHS, Asked, read, unlogged, with_logprobs
-from adaptive.upstream.connections import CONNECT_S, Answer, Connections, ServerCutError, UnreachableError
+from adaptive.upstream.connections import (
+    CONNECT_S,
+    Answer,
+    Connections,
+    ServerCutError,
+    UnreachableError,
+    UnsendableError,
+)
 from adaptive.upstream.events import Passage
 from adaptive.upstream.kinds import MOST, UNKNOWN, Kind, kind_of
 from adaptive.upstream.logbook import Exchange, Logbook
@@ -31,7 +38,17 @@ logger = logging.getLogger("adaptive.upstream")
 
 # Headers that are between two neighbours only (RFC 9110), and what each of the two connections sets for itself.
 HOP = frozenset(
-    {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"}
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"http2-settings",
+        b"expect",
+    }
 )
 # Whoever sends it with "off" is not logged.
 OPT_OUT = b"x-adaptive-record"
@@ -54,6 +71,8 @@ IN_A_ROW = 2
 STATUS = "/adaptive/upstream"
 # Says of an answer's length that it is the server's.
 SAME = -1
+# Has no body, whatever length it names: that of another answer.
+NOT_MODIFIED = 304
 
 
 class ClientGoneError(Exception):
@@ -115,10 +134,13 @@ class Proxy:
                 await passing.run()
         except UnreachableError as error:
             self.counts.failed += 1
-            await passing.fail(f"the server at {self.url} cannot be reached: {error}")
+            await passing.fail(502, f"the server at {self.url} cannot be reached: {error}")
+        except UnsendableError as error:
+            self.counts.failed += 1
+            await passing.fail(400, f"the request cannot be passed on: {error}")
         except ServerCutError as error:
             self.counts.cut += 1  # an answer that has begun is not completed, so that the client's connection ends, too
-            await passing.fail(f"the server at {self.url} broke off its answer: {error}")
+            await passing.fail(502, f"the server at {self.url} broke off its answer: {error}")
         except ClientGoneError:
             self.counts.cut += 1
         except asyncio.CancelledError:
@@ -174,7 +196,7 @@ class Proxy:
             said = json.loads(body) if status == 200 else None
             if said is not None or (self.kind is not None and status in UNLISTED):
                 self._found(said)
-        except (UnreachableError, ServerCutError, asyncio.TimeoutError, ValueError):
+        except (UnreachableError, UnsendableError, ServerCutError, asyncio.TimeoutError, ValueError):
             pass
         finally:
             self._looking = None
@@ -220,7 +242,8 @@ class _Passing:
 
     def __init__(self, proxy: Proxy, scope: Scope, receive: Receive, send: Send) -> None:
         self.proxy, self.scope, self.receive, self.send = proxy, scope, receive, send
-        self.headers = [(name, value) for name, value in scope["headers"] if name not in HOP]
+        # What is around a value is no part of it, and may not be sent on.
+        self.headers = [(name, value.strip(b" \t")) for name, value in scope["headers"] if name not in HOP]
         self.started = self.gone = False
         self.whole = False  # the answer came to its end, whatever became of the connections behind it
         self._watcher: asyncio.Task[None] | None = None
@@ -253,10 +276,10 @@ class _Passing:
             return
         await self._ask(asked, headers)
 
-    async def fail(self, reason: str) -> None:
+    async def fail(self, status: int, reason: str) -> None:
         """Tell the client that there is no answer, or end the one that has begun."""
         if not self.started:
-            await _say(self.send, 502, error_object(502, reason))
+            await _say(self.send, status, error_object(status, reason))
 
     async def _ask(self, asked: Asked, headers: dict[bytes, bytes]) -> None:
         key = headers[b"authorization"].decode("latin-1") if b"authorization" in headers else None
@@ -295,7 +318,7 @@ class _Passing:
         first: float | None = None
         try:
             if streamed:
-                await self._start(answer)
+                await self._start(answer, None if asked.added else SAME)
             async for data in answer.pieces():
                 first = first or time.perf_counter() - self.began
                 if not passage.too_long(data):
@@ -399,7 +422,7 @@ class _Passing:
         """Begin the answer with the server's status and headers; ``length`` is that of the body, where it is another
         than the server's, and None where it is not known yet."""
         headers = [(name, value) for name, value in answer.headers if name not in HOP]
-        if length is None:
+        if length is None or answer.status == NOT_MODIFIED:
             headers = [(name, value) for name, value in headers if name != b"content-length"]
         elif length != SAME:
             headers = [(n, b"%d" % length if n == b"content-length" else value) for n, value in headers]

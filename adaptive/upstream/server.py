@@ -18,7 +18,7 @@ from adaptive.pair import load_tokenizer, sources
 from adaptive.records.deletion import finish
 from adaptive.records.retention import Keep
 from adaptive.records.writer import LogWriter
-from adaptive.service.guard import LOOPBACK, Guard
+from adaptive.service.guard import LOOPBACK, Guard, host_name
 from adaptive.service.server import GRACE_S, address, listen, only_server, server_config, until_signalled, with_key
 from adaptive.service.trainer import Trainer, background
 from adaptive.settings import Settings
@@ -140,8 +140,7 @@ class Door:
         """Whether the request passes without the guard."""
         if self._key is not None:
             return method == "OPTIONS" and b"access-control-request-method" in headers
-        host = headers.get(b"host", b"").decode("latin-1")
-        return (urlsplit(f"//{host}").hostname or "") in LOOPBACK
+        return host_name(headers.get(b"host", b"")) in LOOPBACK
 
 
 class Resting:
