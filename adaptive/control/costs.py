@@ -227,12 +227,12 @@ class CostModel:
         """Seconds of a plain step after another one."""
         return self.speed * max(self.rising[0] + self.now, 1e-9)
 
-    def round(self, length: int, waiting: int = 0) -> float:
+    def round(self, length: int) -> float:
         """Seconds of a whole round of ``length`` drafted tokens, without the time per committed token; 0 is a round of
         plain decoding."""
         if not length:
             return self.plain() + self.speed * self.overhead_s
-        return self.draft(length, waiting) + self.beside_drafting(length)
+        return self.draft(length) + self.beside_drafting(length)
 
     def beside_drafting(self, length: int) -> float:
         """Seconds of a round of ``length`` drafted tokens without the drafting."""

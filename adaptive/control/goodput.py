@@ -42,6 +42,7 @@ from adaptive.control.rate import RecentRate, SeenTimes
 from adaptive.control.stopping import Stopping
 from adaptive.control.tries import BUDGET, FEW_WAITING, Tries, tokens_left
 from adaptive.machine import LoadWatch
+from adaptive.records.stats import asked
 from adaptive.types import Round
 
 # Imaginary rounds in the rate of speculation, at the rate that acceptance by position predicts.
@@ -300,7 +301,7 @@ class GoodputLength(LengthPolicy):
             self.costs.observe_between(*between)
         if self.exploring.length:
             self.costs.explored(self.exploring.length, seen)
-        mended = bool(seen) and self.costs.observe(seen)
+        mended = self._costs_mended(seen)
         if mended or self.blocks.left or not self.costs.as_expected:
             self.batch.restart()
         else:
@@ -321,10 +322,18 @@ class GoodputLength(LengthPolicy):
         self.exploring.passed(len(seen))
         self.seen, self.sure = [], []
 
+    def _costs_mended(self, seen: Sequence[Timed]) -> bool:
+        """Learn costs from rounds. Returns whether one that was far too high is right now."""
+        return bool(seen) and self.costs.observe(seen)
+
     def _learn(self, timed: Timed, bins: list[int], compared: float) -> None:
         """Update rate, budget and calibration by one round; ``compared`` as in ``SeenTimes``."""
         costs, own, (outcome, steps, waiting, again, settled, tried, apart) = self.costs, timed.own, timed
         took = outcome.draft_s + outcome.verify_s + costs.speed * costs.overhead_s
+        if not steps and self.speculating and not self.attentive and asked(outcome):
+            # The draft, on another machine, came too late or refused: the wait is a price of drafting.
+            self._brought(1, took / costs.speed)
+            return
         if not steps:
             self.tries.earn()
             if settled and again:
@@ -344,11 +353,7 @@ class GoodputLength(LengthPolicy):
         if apart:
             return
         longer = self.longer if own.drafted else 1.0  # a round whose draft was dropped takes a plain step's time
-        if self.recent.observe(1 + own.accepted, longer * seconds / costs.speed):
-            self.acceptance.changed()
-            self.calibration.changed()
-            self.age = 0
-            self.batch.restart()
+        self._brought(1 + own.accepted, longer * seconds / costs.speed)
         if on_trial and tried:
             return
         if not tried and not self.speculating:  # a round of a block; blocks have their own share of the time
@@ -362,6 +367,14 @@ class GoodputLength(LengthPolicy):
             self.tries.made += 1
         worth = self._worth(tokens, 1 + own.accepted)
         self.tries.spend(worth, seconds / self.plain_s, catching_up / self.plain_s)
+
+    def _brought(self, tokens: int, seconds: float) -> None:
+        """Add a round to the rate of speculation."""
+        if self.recent.observe(tokens, seconds):
+            self.acceptance.changed()
+            self.calibration.changed()
+            self.age = 0
+            self.batch.restart()
 
     def machine(self, busy: bool) -> None:
         """Switch to the costs of the machine with or without other programs (``busy``), which are kept separately. The
@@ -414,14 +427,16 @@ class GoodputLength(LengthPolicy):
         """The same for the drafts of several answers."""
         self.joint.drafted(self.costs, answers, tokens, seconds)
 
-    def begin(self, scope: Scope) -> None:
-        """Start an answer; estimates of a new session or temperature start from the general ones."""
+    def begin(self, scope: Scope, said: int = 0) -> None:
+        """Start an answer, or go on with one; estimates of a new session or temperature start from the general
+        ones."""
         self.settle()
         self.decided, self.age = False, 0
         self.acceptance.begin(scope.session, scope.drafter, scope.temperature)
-        self.tries.answer()
+        if not said:
+            self.tries.answer()
         self.blocks.answer()
-        self.elapsed.begin()
+        self.elapsed.begin(said)
         if self.watch is not None and self.watch.look(0.0):
             self.machine(self.watch.busy)
 

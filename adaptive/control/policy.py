@@ -18,6 +18,9 @@ from adaptive.types import Round
 
 # Weight of one round in the running mean of the accepted tokens of a draft of fixed length.
 ACCEPTED_STEP = 0.05
+# Acceptance of each of its tokens before the first such round. Too low: weak matches of history come before a good
+# draft for some rounds. Too high: the draft comes before good matches.
+EXPECTED = 0.6
 
 
 @dataclass(frozen=True)
@@ -231,8 +234,8 @@ class LengthPolicy(ABC):
     def drafted(self, answers: int, tokens: int, seconds: float) -> None:  # noqa: B027 - as above
         """Take in the seconds of the drafts of ``answers`` answers, of ``tokens`` in all, with dropped ones."""
 
-    def begin(self, scope: Scope) -> None:  # noqa: B027 - most policies keep no estimates apart
-        """Start an answer, or go on with one that others were decoded beside."""
+    def begin(self, scope: Scope, said: int = 0) -> None:  # noqa: B027 - most policies keep no estimates apart
+        """Start an answer, or go on with one of which ``said`` tokens were decoded beside others."""
 
     def ended(self, tokens: int) -> None:  # noqa: B027 - as above
         """Take in the length of an answer that has ended, in ``tokens``."""
@@ -253,7 +256,8 @@ class FixedLength(LengthPolicy):
     def __init__(self, length: int, tree: bool = False) -> None:
         self.name = f"{'tree' if tree else 'fixed'}:{length}"
         self.length, self.tree = length, tree
-        self.accepted = 0.0  # running mean of the model's accepted tokens per round
+        # Running mean of the model's accepted tokens per round.
+        self.accepted = sum(EXPECTED**position for position in range(1, length + 1))
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """The fixed length, or less if ``limit`` is lower."""
@@ -272,7 +276,8 @@ class FixedLength(LengthPolicy):
         """The other proposal if more accepted tokens are expected of it than of the model's drafts, since it costs no
         more."""
         most = min(self.length, limit, len(reach))
-        return Lead(most, 0) if sum(reach[:most]) > self.accepted else Lead(0, length)
+        expected = self.accepted if length else 0.0  # the model cannot draft
+        return Lead(most, 0) if sum(reach[:most]) > expected else Lead(0, length)
 
     def among(self, scope: Scope) -> Beside:
         """A chooser with the same length."""
@@ -288,6 +293,10 @@ class FixedBeside(Beside):
     def next_length(self, limit: int, answers: int, waiting: int = 0) -> int:
         """The fixed length, or less if ``limit`` is lower."""
         return self._policy.next_length(limit)
+
+    def worth_looking(self, behind: bool = False) -> bool:
+        """As alone."""
+        return self._policy.worth_looking(behind)
 
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
         """As alone."""

@@ -98,9 +98,9 @@ class GoodputWithHistory(GoodputLength):
         self.terms: Terms | None = None
         super().__init__(*args, **kwargs)
 
-    def begin(self, scope: Scope) -> None:
+    def begin(self, scope: Scope, said: int = 0) -> None:
         """See ``LengthPolicy``."""
-        super().begin(scope)
+        super().begin(scope, said)
         self.after = None
         self.before.soon = self.behind.soon = True
 
@@ -406,10 +406,7 @@ class GoodputWithHistory(GoodputLength):
     def settle(self) -> None:
         """Learn from all rounds observed since the last time."""
         self._tell()
-        if self.beyond:
-            beyond, self.beyond = self.beyond, []
-            self.costs.observe(beyond)
-            self.decided = False
+        self.decided = self.decided and not self.beyond
         if self.read and self.attentive:
             for bins, outcome in self.read:
                 self.calibration.observe(bins, outcome.drafted, outcome.accepted)
@@ -417,6 +414,11 @@ class GoodputWithHistory(GoodputLength):
         self.read = []
         self.token_worth = None
         super().settle()
+
+    def _costs_mended(self, seen: Sequence[Timed]) -> bool:
+        beyond, self.beyond = self.beyond, []
+        mended = bool(beyond) and self.costs.observe(beyond)
+        return super()._costs_mended(seen) or mended
 
     def swapped(self, expected: Sequence[float] | None = None) -> None:
         """See ``LengthPolicy``."""

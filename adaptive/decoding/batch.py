@@ -83,7 +83,7 @@ class Batch:
 
     def _alone(self, decoding: Decoding, speculate: bool) -> list[Failed]:
         if self._lone is not decoding:  # the other answers have left
-            decoding.policy.begin(decoding.scope)
+            decoding.policy.begin(decoding.scope, len(decoding.output))
             self._lone = decoding
         try:
             decoding.alone(speculate, PART)

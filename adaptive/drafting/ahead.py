@@ -174,7 +174,7 @@ class TreeAhead(TreeDrafter):
             return False
         tree.widen(NODES)
         room = self.engine.context_length - len(self._text)
-        nodes = tree.unasked(min(self.depth, room), min(self.width, NODES - len(tree.number)))
+        nodes = tree.unasked(min(self.depth, room), max(0, min(self.width, NODES - len(tree.number))))
         if len(nodes):
             self._ask(tree, nodes, len(self._text), SIBLINGS)
         self._tree = tree

@@ -85,9 +85,11 @@ class Archive:
         self._log.close()
 
     def index(self, owner: str) -> Suffixes:
-        """The index of the records of ``owner``; '' for records without an owner."""
+        """The index of the records of ``owner``, '' for records without an owner; an empty one of its own if there are
+        none."""
         with self._turn, self._lock:
-            return self._index(owner)
+            found = self._indexes.get(owner)
+            return suffixes(self._most) if found is None else found
 
     def forget_deleted(self) -> None:
         """Remove records from the indexes that are no longer in the log."""
@@ -138,7 +140,7 @@ class Archive:
         here = self._log.ids()
         gone = [number for number in self._known if number not in here]
         for owner in {self._known[number] for number in gone}:
-            self._index(owner).remove(gone)
+            self._remove(owner, gone)
         for number in gone:
             del self._known[number]
         if gone:
@@ -176,15 +178,17 @@ class Archive:
             del self._sessions[next(iter(self._sessions))]
 
     def _make_room(self) -> None:
-        """Forget the oldest records, of any owner, until tokens and bytes are within the limits. An owner without
-        records has no index either."""
+        """Forget the oldest records, of any owner, until tokens and bytes are within the limits."""
         while len(self._known) > 1 and (self.tokens > self._most or self.nbytes > self._most_bytes):
             oldest = next(iter(self._known))
-            owner = self._known.pop(oldest)
-            index = self._index(owner)
-            index.remove([oldest])
-            if not len(index):
-                del self._indexes[owner]
+            self._remove(self._known.pop(oldest), [oldest])
+
+    def _remove(self, owner: str, records: list[int]) -> None:
+        """Remove these records of ``owner``, and the index with the last of them."""
+        index = self._index(owner)
+        index.remove(records)
+        if not len(index):
+            del self._indexes[owner]
 
 
 class History:
