@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,10 +33,12 @@ from adaptive.pair import load_pair
 from adaptive.pipe import IDLE, LAST, Order, Report, start_worker
 from adaptive.records.stats import count_rounds, stats_of_counts, tokens_per_round
 from adaptive.remote import untrained
+from adaptive.service.doubts import end_doubt
 from adaptive.service.trainer import background
 from adaptive.settings import load_settings
 from adaptive.speculation import speculation
 from adaptive.types import Message, SamplingParams, StopParams
+from checkpoints.store import AdapterStore
 
 # A question, or a conversation that ends with one: messages are ``{"role": ..., "content": ...}`` or ``Message``.
 Asked: TypeAlias = str | Sequence[Message | Mapping[str, str]]
@@ -175,6 +178,8 @@ class Assistant:
                 worker.stdin.close()  # ends the worker if this is interrupted
         if report is None or report.stage not in LAST:
             raise AdaptiveError(f"the training process failed; {state.root / 'trainer.log'} says why")
+        if report.promoted:
+            end_doubt(AdapterStore(state.adapters), state.doubts, logging.getLogger("adaptive.trainer").warning)
         self._opened.swapper.use_promoted()
         return report
 

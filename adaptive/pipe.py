@@ -57,7 +57,7 @@ class Order:
 class Report:
     """The state of a training run: ``share`` is the completed share, 0 to 1; ``adapter`` the adapter it has made;
     ``until`` the newest record that it has read, if that is known. Of a review: ``adapter`` is that of the best draft,
-    None for the plain one; ``better``: than the one in use."""
+    None for the plain one; ``better``: than the adapter ``compared``, which was in use when it began."""
 
     stage: Stage
     message: str
@@ -68,6 +68,7 @@ class Report:
     promoted: bool = False
     until: int | None = None
     better: bool = False
+    compared: str | None = None
 
     def line(self) -> str:
         """One line of JSON."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -104,6 +106,23 @@ def check_destination(destination: Path, force: bool) -> None:
         raise AdaptiveError(f"{destination} is a file; name a folder to export to")
     if not force and destination.is_dir() and any(destination.iterdir()):
         raise AdaptiveError(f"{destination} is not empty; choose another folder, or --force to write over its files")
+
+
+@contextlib.contextmanager
+def filling(destination: Path) -> Iterator[None]:
+    """In the block files are written into ``destination``. If it fails, or is interrupted, nothing stays in a folder
+    that was empty or missing before."""
+    there = destination.exists()
+    if there and any(destination.iterdir()):
+        yield
+        return
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for one in destination.iterdir() if there else [destination]:
+                files.remove(one)
+        raise
 
 
 def check_writable(destination: Path) -> None:

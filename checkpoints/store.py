@@ -31,6 +31,7 @@ from checkpoints.folder import (
     UnreadableStore,
     check_destination,
     check_written,
+    filling,
     read_manifest,
     verify_folder,
 )
@@ -314,9 +315,10 @@ class AdapterStore:
         manifest = self.verify(name)
         check_destination(destination, force)
         try:
-            for file in [*manifest.files, MANIFEST]:
-                (destination / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(self.root / manifest.id / file, destination / file)
+            with filling(destination):
+                for file in [*manifest.files, MANIFEST]:
+                    (destination / file).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(self.root / manifest.id / file, destination / file)
         except OSError as error:
             raise AdaptiveError(f"{destination} cannot be written ({error.strerror}); choose another folder") from error
         return destination

@@ -281,7 +281,7 @@ def write_merged(
     Raises AdaptiveError as ``model_of``, if the draft cannot be loaded, or if ``destination`` is not empty or cannot be
     written.
     """
-    from checkpoints.folder import check_destination
+    from checkpoints.folder import check_destination, filling
 
     check_destination(destination, force)
     source = model_of(settings, manifest)
@@ -308,8 +308,9 @@ def write_merged(
         if rows is not None:
             set_rows(model, rows)
         try:
-            model.save_pretrained(destination, save_original_format=reverse)
-            tokenizer.save_pretrained(destination)
+            with filling(destination):
+                model.save_pretrained(destination, save_original_format=reverse)
+                tokenizer.save_pretrained(destination)
         except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
             reason = getattr(error, "strerror", None) or first_line(error)
             raise AdaptiveError(f"{destination} cannot be written ({reason}); choose another folder") from error

@@ -167,6 +167,7 @@ def run(
         from adaptive.pair import load_draft_for_training, load_tokenizer, pair_identity
         from adaptive.records.deletion import finish
         from adaptive.records.features import spool_of
+        from adaptive.service.doubts import end_doubt
         from adaptive.state import open_state
         from checkpoints.store import AdapterStore
         from trainers import processes
@@ -204,7 +205,10 @@ def run(
                 spool=spool_of(state, settings.feature_gb),
                 rehearsal=rehearsal_of(load_tokenizer(settings), state.rehearsal, identity.base.weights),
             )
-        return replace(outcome, notes=(*outcome.notes, *tidy(store, state, settings.keep_adapters)))
+        notes = list(outcome.notes)
+        if processes.first() and _promoted(outcome):
+            end_doubt(store, state.doubts, notes.append)
+        return replace(outcome, notes=(*notes, *tidy(store, state, settings.keep_adapters)))
 
 
 def _rivals(recipe: Recipe, draft: PreTrainedModel | Head | ForeignHead) -> tuple[Recipe, ...]:

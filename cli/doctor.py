@@ -140,7 +140,7 @@ def _processor() -> Iterator[Finding]:
 
 def _disk(state_dir: Path) -> Finding:
     """Free space and permissions of the folder for the log and the adapters (which may not exist yet)."""
-    there = next(path for path in (state_dir, *state_dir.absolute().parents) if path.exists())
+    there = next(path for path in (state_dir, *state_dir.absolute().parents) if os.path.exists(path))
     free = shutil.disk_usage(there).free
     if not there.is_dir() or not os.access(there, os.W_OK):
         return Finding(

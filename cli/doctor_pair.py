@@ -66,6 +66,10 @@ def pair_findings(settings: Settings) -> Iterator[Finding]:
         else:
             yield Finding("used", role, "note", f"{model} is no folder here", "it will be fetched, if the hub has it")
     yield _history(settings)
+    trained = settings.draft_checkpoint
+    if trained is not None and not expanded(trained).is_dir():
+        yield Finding("used", "draft checkpoint", "note", f"{trained} is no folder here", "it will be fetched")
+        local = False
     if target is None or not local:
         return
     try:

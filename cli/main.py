@@ -150,6 +150,12 @@ def _run() -> None:
             raise
         typer.echo(f"adaptive: {said}", err=True)
         sys.exit(2)
+    except OSError as error:  # a path that may not be looked at, a current folder that is gone
+        if debug or isinstance(error, BrokenPipeError):
+            raise
+        place = "" if error.filename is None else f"{error.filename}: "
+        typer.echo(printable(f"adaptive: {place}{error.strerror or error}"), err=True)
+        sys.exit(2)
 
 
 def _missing(error: ModuleNotFoundError) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -39,11 +40,26 @@ def write_report(overview: Overview, pair: str, by: By, file: Path) -> None:
         "storage": asdict(overview.storage),
     }
     page = report(texts, data)
+    place = file.resolve()
     try:
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as out:
-            out.write(page)
+        if place.exists() and not place.is_file():
+            place.write_text(page, encoding="utf-8")  # a pipe, or the terminal
+        else:
+            _replace(place, page)
     except OSError as error:
         raise AdaptiveError(f"report {file} cannot be written ({error.strerror}); choose another place") from error
+
+
+def _replace(place: Path, page: str) -> None:
+    """Write a private file (0600) whole; an earlier one stays until then. Raises OSError."""
+    descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as out:
+            out.write(page)
+        os.replace(temporary, place)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], empty: str) -> str:

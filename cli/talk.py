@@ -61,7 +61,12 @@ class Talk:
         said = json.dumps({"messages": messages}, ensure_ascii=False)
         try:
             with place.open("xb") as out:
-                out.write(said.encode("utf-8", "replace") + b"\n")  # half of a surrogate pair becomes a question mark
+                try:
+                    out.write(said.encode("utf-8", "replace") + b"\n")  # half of a surrogate pair: a question mark
+                    out.flush()
+                except OSError:
+                    place.unlink()  # no part of it stays, which would be "there already"
+                    raise
         except FileExistsError as error:
             raise AdaptiveError(f"{file} is there already; choose another name") from error
         except OSError as error:

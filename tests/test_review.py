@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from adaptive.errors import AdaptiveError
 from adaptive.pair import pair_identity
-from adaptive.service.doubts import REVIEWED, Doubt, Doubts
+from adaptive.service.doubts import REVIEWED, Doubt, Doubts, end_doubt
 from adaptive.state import open_state
 from adaptive.types import Generation, SamplingParams
 from checkpoints.manifest import BaseDraft, TrainedOn
@@ -170,6 +170,7 @@ def test_a_trainer_brings_back_what_it_had_rolled_back(taught: Taught) -> None:
         write_log(taught.state.records, said_under(learned.id, seed=9, count=REVIEWED - 4))
         live(trainer, learned.id, 0.3, 300, seed=2)
         until(lambda: store.current_id() is None, trainer)
+        live(trainer, None, 0.3, 60, seed=4)
         trainer.idle()
         write_log(taught.state.records, speak(target(), 20, SAMPLED, seed=10))
         until(lambda: store.current_id() == learned.id, trainer)
@@ -192,15 +193,36 @@ def test_drafts_are_compared_after_enough_answers_and_never_without_another(tmp_
     doubts.reviewed(REVIEWED, newest=REVIEWED)
     assert not doubts.due(2 * REVIEWED - 1)
     assert doubts.due(2 * REVIEWED)
-    assert doubts.exchange(None, "on the newest answers the plain draft is better")
+    assert doubts.exchange(None, "0001", "on the newest answers the plain draft is better")
     assert doubts.now == Doubt("0001", settled=REVIEWED, reviewed=REVIEWED)
     assert doubts.text == "adapter 0001 is out of use: on the newest answers the plain draft is better"
     assert doubts.due(2 * REVIEWED)  # it may come back
-    assert doubts.exchange("0001", "it is better again")
+    assert doubts.exchange("0001", None, "it is better again")
     assert (store.current_id(), doubts.now.adapter) == ("0001", None)
-    assert doubts.exchange(None, "worse again")
+    assert doubts.exchange(None, "0001", "worse again")
     doubts.promoted()
     assert not doubts.due(1000)
+
+
+def test_a_review_says_nothing_of_an_adapter_that_came_into_use_while_it_ran(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path / "adapters")
+    doubts = Doubts(store, tmp_path / "doubts.json", pytest.fail)
+    first, second = publish_noise(store), publish_noise(store)
+    store.promote(first, "forced")
+    store.promote(second, "forced")
+    assert doubts.roll_back(second, "live acceptance fell", lambda: 50)
+    noted = doubts.now
+    assert not doubts.exchange(None, second, "the plain draft is better")  # compared with the second one
+    assert (store.current_id(), doubts.now) == (first, noted)
+    assert doubts.exchange(None, first, "the plain draft is better")
+    assert (store.current_id(), doubts.now.adapter) == (None, first)
+
+
+def test_a_training_run_by_hand_ends_the_doubt_too(tmp_path: Path) -> None:
+    store, file = AdapterStore(tmp_path / "adapters"), tmp_path / "doubts.json"
+    Doubt(publish_noise(store), settled=7).save(file)
+    end_doubt(store, file, pytest.fail)
+    assert Doubt.load(file) == Doubt(None, settled=7)
 
 
 def test_how_far_training_has_read_is_kept_through_an_exchange_and_a_restart(tmp_path: Path) -> None:
@@ -208,7 +230,7 @@ def test_how_far_training_has_read_is_kept_through_an_exchange_and_a_restart(tmp
     store.promote(publish_noise(store), "forced")
     doubts = Doubts(store, tmp_path / "doubts.json", pytest.fail)
     doubts.trained(500, newest=500)
-    assert doubts.exchange(None, "the plain draft is better")
+    assert doubts.exchange(None, "0001", "the plain draft is better")
     again = Doubts(store, tmp_path / "doubts.json", pytest.fail)
     assert again.trained_until(newest=600) == 500
     assert again.trained_until(newest=90) == 0, "the log was deleted, and its ids begin anew"
@@ -242,6 +264,6 @@ def test_an_exchange_for_a_damaged_adapter_changes_nothing(tmp_path: Path) -> No
     bad = publish_noise(store)
     Doubt(bad).save(tmp_path / "doubts.json")
     (store.path(bad) / "adapter_model.safetensors").write_bytes(b"nothing")
-    assert not doubts.exchange(bad, "better")
+    assert not doubts.exchange(bad, "0001", "better")
     assert (store.current_id(), doubts.now) == ("0001", Doubt(bad))
     assert "adapter_model.safetensors" in said[0]

@@ -67,7 +67,7 @@ def _messages(line: str, where: str) -> list[dict[str, str]]:
     """The messages of one line. Raises AdaptiveError, which names ``where``, for anything else."""
     try:
         found = json.loads(line)["messages"]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise AdaptiveError(f"{where}: not JSON ({error})") from error
     except (KeyError, TypeError) as error:
         raise AdaptiveError(f'{where}: expected an object {{"messages": [...]}}') from error

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -241,7 +242,8 @@ def _review(settings: Settings, state: PairState, brake: Brake, doubted: str | N
         found = review(state.records, store, base, draft, doubted, brake.should_stop, spool)
     except Stopped:
         return _ended(brake, None)
-    return Report("done", found.message, share=1.0, adapter=found.best, better=found.best != current)
+    better = found.best != current
+    return Report("done", found.message, share=1.0, adapter=found.best, compared=current, better=better)
 
 
 def _ended(brake: Brake, outcome: DistillOutcome | None) -> Report:
@@ -269,12 +271,18 @@ def main() -> None:
     os.dup2(2, 1)
     order = Order.of(sys.stdin.readline())
     brake = Brake(sys.stdin, order.paused, freezes=die_with_parent())
-    last = train(order, brake, reports)
-    with contextlib.suppress(BrokenPipeError):
-        reports.write(last.line())
-        reports.flush()
+    try:
+        last = train(order, brake, reports)
+        with contextlib.suppress(BrokenPipeError):
+            reports.write(last.line())
+            reports.flush()
+        status = 0
+    except BaseException:
+        traceback.print_exc()  # its last line is what the trainer says of this run
+        sys.stderr.flush()
+        status = 1
     # The thread that reads orders is still blocked in a read; a normal exit would wait for that file's lock.
-    os._exit(0)
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import sqlite3
 from collections.abc import Collection, Iterator
@@ -20,7 +19,7 @@ from pathlib import Path
 from adaptive.errors import AdaptiveError
 from adaptive.printable import counted
 from adaptive.records.features import FeatureSpool
-from adaptive.records.recover import remove_deleted, set_aside_logs
+from adaptive.records.recover import overwrite_and_remove, remove_deleted, set_aside_logs
 from adaptive.records.retention import BATCH
 from adaptive.records.schema import DiskFullError, connect, is_disk_full, transaction
 from adaptive.state import PairState
@@ -83,7 +82,7 @@ def shrink(connection: sqlite3.Connection, path: Path) -> None:
     """
     try:
         try:
-            with _temporary_files_in(path.parent):
+            with _temporary_files_in(connection, path.parent):
                 connection.execute("VACUUM")
         finally:  # the WAL may hold the text of deleted records
             busy = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
@@ -117,22 +116,19 @@ def erase_beside(state: PairState, everything: bool) -> list[str]:
     others = [file for file in (state.training, state.typed) if everything and file.exists()]
     doomed = set_aside_logs(state.records) + others
     for file in doomed:
-        file.unlink(missing_ok=True)
+        overwrite_and_remove(file)
     files.sweep(state.root)
     remove_deleted(state.root)
     return [file.name for file in doomed]
 
 
 @contextmanager
-def _temporary_files_in(folder: Path) -> Iterator[None]:
+def _temporary_files_in(connection: sqlite3.Connection, folder: Path) -> Iterator[None]:
     """Have SQLite put temporary files into ``folder``: VACUUM copies the remaining records into a temporary file, which
-    must not leave the private folder."""
-    before = os.environ.get("SQLITE_TMPDIR")
-    os.environ["SQLITE_TMPDIR"] = str(folder)
+    must not leave the private folder. (SQLITE_TMPDIR would have to be set before SQLite is first used.)"""
+    place = str(folder.absolute()).replace("'", "''")
+    connection.execute(f"PRAGMA temp_store_directory = '{place}'")
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["SQLITE_TMPDIR"]
-        else:
-            os.environ["SQLITE_TMPDIR"] = before
+        connection.execute("PRAGMA temp_store_directory = ''")

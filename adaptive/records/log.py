@@ -343,7 +343,7 @@ class Log:
         """Delete generations for good and return how many: those that meet all given conditions (age in seconds,
         session, ids), or all. Without ids, a session includes its ``holders`` in other sessions.
 
-        Their bytes are overwritten, the file is rewritten without them and the WAL is emptied. This needs as much
+        Their bytes are overwritten, the file is rewritten without them and the WAL is emptied. This needs twice as much
         free disk space as the remaining records take. If the disk is full or the file is damaged, ``everything``
         removes the file itself. Raises ValueError if nothing is chosen, AdaptiveError if the file cannot be rewritten
         now (the message names what was done).
@@ -395,11 +395,15 @@ class Log:
             columns = select_columns(with_supervision)
             try:
                 found = read_rows(connection, columns, ids)
-            except sqlite3.DatabaseError:  # at least one record is damaged; the others can be read one by one
-                for number in ids:
+            except sqlite3.DatabaseError as first:
+                if not is_damage(first):
+                    raise
+                for number in ids:  # at least one record is damaged; the others can be read one by one
                     try:
                         found += read_rows(connection, columns, [number])
                     except sqlite3.DatabaseError as error:
+                        if not is_damage(error):
+                            raise
                         self.damaged[number] = f"record {number} is damaged: {error}"
         page = []
         for row, rounds in found:

@@ -19,7 +19,7 @@ from adaptive.errors import AdaptiveError
 from adaptive.records.log import Log
 from adaptive.records.recover import continue_ids, last_given_id, open_for_writing
 from adaptive.records.rows import insert
-from adaptive.records.schema import connect, damaged, is_damage, transaction
+from adaptive.records.schema import connect, damaged, is_damage, transaction, unusable
 from adaptive.state import PairState
 from adaptive.types import Generation
 from checkpoints import files
@@ -55,6 +55,7 @@ def merge(state: PairState, sources: Iterable[Path], decode: Callable[[list[int]
             _check_target(path, copy, decode)
         connection, _ = open_for_writing(state.records)
         stack.callback(connection.close)
+        stack.enter_context(_writing(state.records))
         if after > last_given_id(connection):
             with transaction(connection):
                 continue_ids(connection, after)
@@ -111,22 +112,37 @@ def _copied(path: Path, state: PairState) -> Iterator[Log]:
     """A copy of the log at ``path``, migrated to the current schema; the original stays as it is."""
     folder = files.unfinished(state.root)  # if this process is killed, the next start removes the folder
     try:
+        with Log(_copy(path, folder)) as log:
+            yield log
+    finally:
+        files.finished(folder)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Within the block, an error of SQLite is one of the log at ``path``."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise unusable(path, error) from error
+
+
+def _copy(path: Path, folder: Path) -> Path:
+    """Copy the log at ``path`` into the new ``folder``. Raises AdaptiveError."""
+    copy = folder / path.name
+    try:
         folder.mkdir(mode=0o700)
-        copy = folder / path.name
         readable = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro", uri=True)
         with contextlib.closing(readable) as source, contextlib.closing(sqlite3.connect(copy)) as target:
             source.backup(target)
         connect(copy).close()
-        with Log(copy) as log:
-            yield log
     except sqlite3.Error as error:
         if is_damage(error):
             raise damaged(path, error) from error
         raise AdaptiveError(f"log {path} cannot be read ({error})") from error
     except OSError as error:
         raise AdaptiveError(f"log {path} cannot be copied to {folder} ({error.strerror})") from error
-    finally:
-        files.finished(folder)
+    return copy
 
 
 def _check_target(path: Path, log: Log, decode: Callable[[list[int]], str]) -> None:

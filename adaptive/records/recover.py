@@ -401,7 +401,7 @@ def forget_set_aside(path: Path, before: float) -> int:
     number of files. Raises OSError."""
     old = [file for file in set_aside_logs(path) if file.stat().st_mtime < before]
     for file in old:
-        file.unlink(missing_ok=True)
+        overwrite_and_remove(file)
     return len(old)
 
 

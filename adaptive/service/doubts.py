@@ -133,24 +133,29 @@ class Doubts:
         """Drafts were compared on answers up to ``until``. ``newest`` is the newest answer in the log."""
         self._change(lambda said: replace(said, reviewed=max(_in_this_log(said.reviewed, newest), until)))
 
-    def exchange(self, best: str | None, reason: str) -> bool:
-        """Put ``best`` in use (None: the plain draft) after a review; the adapter that was in use is in doubt. Returns
-        whether that could be done."""
-        current = self._store.current_id()
+    def exchange(self, best: str | None, compared: str | None, reason: str) -> bool:
+        """Put ``best`` in use (None: the plain draft) after a review, which began when the adapter ``compared`` was in
+        use; that one is in doubt then. Returns whether that could be done: not if another is in use by now, of which
+        the review says nothing."""
+        if self._store.current_id() != compared:
+            return False
 
         def noted(said: Doubt) -> Doubt:
             kept = None if said.adapter == best else said.adapter
-            return replace(said, adapter=current or kept, settled=max(said.settled, said.reviewed))
+            return replace(said, adapter=compared or kept, settled=max(said.settled, said.reviewed))
 
         before = self._change(noted)
         try:
             if best is not None:
-                self._store.promote(best, f"back in use: {reason}", over=(current,))
-            while best is None and (leaving := self._store.current_id()) is not None:
+                self._store.promote(best, f"back in use: {reason}", over=(compared,))
+            leaving = compared if best is None else None
+            while leaving is not None:
                 self._store.rollback(reason, of=leaving)
+                leaving = self._store.current_id()
         except AdaptiveError as problem:  # another has come into use, or the best one is damaged
             self._warn(str(problem))
-            self._take_back(noted, before)
+            if self._store.current_id() == compared:
+                self._take_back(noted, before)
             return False
         named = "the draft without an adapter" if best is None else f"adapter {best}"
         logger.warning("%s is in use now: %s", named, reason)
@@ -217,6 +222,13 @@ class Doubts:
             self._warn(f"{self._file} cannot be written ({error.strerror}); a restart forgets what is in it")
         self.now = change(before)
         return before
+
+
+def end_doubt(store: AdapterStore, file: Path, warn: Callable[[str], None]) -> None:
+    """Note that a training run outside a server has promoted its adapter (``Doubts.promoted``)."""
+    doubts = Doubts(store, file, warn)
+    doubts.refresh()
+    doubts.promoted()
 
 
 def _in_this_log(answer: int, newest: int) -> int:

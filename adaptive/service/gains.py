@@ -42,7 +42,8 @@ class Gains:
         if self._is_new(in_use):  # another process may have noted it
             self._known = merged(load(self._file), self._known)
         if self._is_new(in_use):
-            self._promoted(in_use, log.last_id(), costs())
+            first = log.first_id(in_use.id)  # it may have been in use before anybody looked
+            self._promoted(in_use, log.last_id() if first is None else first - 1, costs())
             return
         last = self._known[-1]
         if last.adapter != in_use.id or last.came is not None:

@@ -325,8 +325,8 @@ class Trainer:
             self._not_before = time.monotonic() + FIRST_BACKOFF_S
         elif report.stage != "stopped" and self._reviewing:
             self._doubts.reviewed(self._read_until, self._newest)
-            if report.better and self._doubts.exchange(report.adapter, report.message):
-                self._watch.forgive(report.adapter)
+            if report.better and self._doubts.exchange(report.adapter, report.compared, report.message):
+                self._watch.forgive()
         elif report.stage != "stopped":
             self.runs += report.stage == "done"
             self._seen = self._read_until if report.until is None else report.until

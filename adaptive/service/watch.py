@@ -83,11 +83,10 @@ class Watch:
         with self._lock:
             self._answers.pop(adapter, None)
 
-    def forgive(self, adapter: str | None) -> None:
-        """``adapter`` (None: the plain draft) came back into use after a review: forget what was measured on other
-        text, its own answers and all references."""
+    def forgive(self) -> None:
+        """Another draft came into use after a review: forget what was measured, which was of other text in part."""
         with self._lock:
-            self._answers.pop(adapter, None)
+            self._answers.clear()
             self._references.clear()
 
     def verdict(self, manifest: Manifest | None) -> str | None:
