@@ -26,6 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from adaptive.drafting.ahead import DraftsAhead, Worker, drafts_ahead
+from adaptive.drafting.model import PREPARED, PreparesProposals
 from adaptive.drafting.proposal import Proposal
 from adaptive.engines.load import check_readable, load_engine
 from adaptive.engines.protocol import Engine, Sequence
@@ -183,6 +184,9 @@ class Drafts:
                 held.sequence, self.engine, asked.vocab, params, processor, generator
             )
             held.drafter_of = wanted
+            if isinstance(held.drafter, PreparesProposals):
+                length = asked.common + len(asked.tokens) + PREPARED
+                held.drafter.prepare(min(length, self.engine.context_length), None)
         return held.drafter
 
 

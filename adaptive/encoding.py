@@ -43,6 +43,10 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, context: int, add
     return _encode_pieces(tokenizer, [text], context, add_special)
 
 
+class RefusedChatError(AdaptiveError):
+    """A chat template raises an error for this chat."""
+
+
 def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     chat: list[dict[str, Any]],
@@ -53,8 +57,8 @@ def render_chat(
     """Token ids of a chat, formatted by the chat template, with tool definitions and the generation prompt. Control
     tokens in the chat, the tools and the template's ``variables`` are text.
 
-    Raises AdaptiveError if the tokenizer has no chat template, the template refuses the chat, or the chat is certainly
-    longer than the ``context``.
+    Raises AdaptiveError if the tokenizer has no chat template, the template refuses the chat (RefusedChatError), or the
+    chat is certainly longer than the ``context``.
     """
     given = chat, tools, variables
     try:
@@ -85,7 +89,7 @@ def chat_text(
             )
         )
     except Exception as error:  # a template may raise anything
-        raise AdaptiveError(f"the target's chat template refuses this chat: {first_line(error)}") from error
+        raise RefusedChatError(f"the target's chat template refuses this chat: {first_line(error)}") from error
 
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str, context: int) -> list[int]:

@@ -157,7 +157,8 @@ class KeptCaches:
         """Remove all files."""
         self._kept, self._fetched = [], None
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(mode=0o700, exist_ok=True)
+        with suppress(OSError):  # the pair's folder is gone, or its disk full: then no cache is kept
+            self.folder.mkdir(mode=0o700, exist_ok=True)
 
     def _files(self) -> list[Path]:
         """The files, least recently used first."""

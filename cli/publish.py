@@ -144,6 +144,7 @@ def publish(
     if kind is LM_STUDIO:
         with console.status("writing the draft"):
             published.write(draft, kind, encoding)
+        put.keep(state, put.Put(kind.name, published.id, str(draft), 0))
         said = json.dumps({**_named(published, kind, draft), "options": None}, indent=2) if as_json else None
         typer.echo(said or f"{published.words} is in {draft}; choose it in LM Studio by hand")
         return

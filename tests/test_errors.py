@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import BUNDLED
+from conftest import BUNDLED, Command
 from safetensors.torch import load_file
 
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.pair import load_tokenizer
 from adaptive.settings import load_settings
+from checkpoints.folder import filling
 
 MUTE = """
 from transformers import PreTrainedTokenizer
@@ -49,3 +53,53 @@ def test_a_file_that_cannot_be_opened_now_is_not_said_to_be_missing(tmp_path: Pa
     with pytest.raises(FileNotFoundError) as found:
         load_file(tmp_path / "none.safetensors")
     assert first_line(found.value) == f"No such file or directory: {tmp_path / 'none.safetensors'}"
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may look at every folder")
+def test_a_folder_that_may_not_be_entered_is_one_line(adaptive: Command, tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o000)
+    status, _, errors = adaptive("history", "--config", str(closed / "adaptive.toml"))
+    assert (status, errors.count("\n")) == (2, 1), errors
+    assert str(closed) in errors
+
+
+@pytest.mark.parametrize(
+    "command", [("bench", "--target", "x" * 5000), ("history", "--config", "x" * 5000), ("export", "x" * 5000)]
+)
+def test_a_name_that_no_file_can_have_is_one_line(adaptive: Command, command: tuple[str, ...]) -> None:
+    status, out, errors = adaptive(*command)
+    assert (status, out, errors.count("\n")) == (2, "", 1), errors
+    assert "File name too long" in errors
+
+
+def test_a_current_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    script = (
+        f"import os, sys; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); sys.argv = ['adaptive', 'config', 'show']"
+    )
+    begin = f"{script}; sys.path.insert(0, {str(BUNDLED.parent.parent)!r}); from cli.main import run; run()"
+    done = subprocess.run([sys.executable, "-c", begin], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "No such file or directory" in done.stderr
+
+
+def test_no_part_of_a_folder_stays_that_could_not_be_written(tmp_path: Path) -> None:
+    new, empty, mine = (tmp_path / name for name in ("new", "empty", "mine"))
+    empty.mkdir()
+    mine.mkdir()
+    (mine / "text").write_text("mine")
+
+    def write(folder: Path) -> None:
+        with filling(folder):
+            (folder / "part").mkdir(parents=True)
+            (folder / "part" / "weights").write_bytes(b"x")
+            raise KeyboardInterrupt
+
+    for folder in (new, empty, mine):
+        with pytest.raises(KeyboardInterrupt):
+            write(folder)
+    assert not new.exists()
+    assert list(empty.iterdir()) == []
+    assert (mine / "text").read_text() == "mine"

@@ -84,6 +84,20 @@ def test_it_follows_an_adapter_and_forgets_it(tmp_path: Path, linear_layers: str
     assert torch.equal(logits(engine, tokens), before)
 
 
+def test_with_64_bits_the_draft_guesses_as_well() -> None:
+    """The kernels of int8 know no activations of 64 bits."""
+    accepted = []
+    for quantised in ("none", "int8"):
+        pair = load_pair(load_settings({"dtype": "float64", "draft_quantize": quantised}))
+        assistant = Assistant(pair, FixedLength(4), None)
+        prompt = pair.tokenizer.encode("Write a function that adds two numbers.")
+        for _ in assistant.answer(prompt, (), "", SamplingParams(temperature=0.0), StopParams(40, ignore_eos=True)):
+            pass
+        assert assistant.last is not None
+        accepted.append(sum(one.accepted for one in assistant.last.rounds))
+    assert accepted[1] >= 0.8 * accepted[0] > 0
+
+
 def test_greedy_output_is_the_targets_own() -> None:
     answers = []
     for quantised, length in (("none", 0), ("int8", 4)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,16 @@ def test_what_is_read_from_a_file_is_what_was_computed(pair: Pair, tmp_path: Pat
     other = conversations(pair, folder)
     assert held(other, [*TEXT[:400], 9, 9]) == 400
     assert torch.equal(read(other, TEXT[:400]), read(conversations(pair, tmp_path / "none"), TEXT[:400]))
+
+
+def test_a_folder_that_is_gone_with_its_parents_ends_nothing(pair: Pair, tmp_path: Path) -> None:
+    (tmp_path / "pair").mkdir()
+    here = conversations(pair, tmp_path / "pair" / "caches")
+    wanted = read(here, TEXT)
+    shutil.rmtree(tmp_path / "pair")
+    assert not here.keep()
+    here.forget()
+    assert torch.equal(read(here, TEXT), wanted)
 
 
 @pytest.mark.parametrize("how", ["cut", "changed", "other"])

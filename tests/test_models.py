@@ -12,10 +12,12 @@ import torch
 from conftest import BUNDLED, Command
 from counted_reads import counted_reads
 from tiny_models import GREEDY, LAYERS, Greedy, alone, noisy, prompt_of, randomise, tiny_config, tiny_model
+from transformers import BloomConfig, LlamaConfig, MptConfig
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
 from adaptive.engines.hf.engine import TransformersEngine
+from adaptive.engines.hf.generation import context_of
 from adaptive.engines.hf.plain import PlainSequence
 from adaptive.engines.load import Source, load_engine, read_config
 from adaptive.pair import load_pair
@@ -143,6 +145,24 @@ def test_a_prompt_that_comes_in_slices_is_one_pass_of_a_model_that_decodes_plain
     sliced.extend([5], 0)
     sliced.rollback(20)
     assert sliced.length == 0
+
+
+def test_a_long_message_of_a_conversation_is_one_pass_of_a_model_that_decodes_plainly() -> None:
+    model, passes = tiny_model("deepseek_v32"), []
+    prompt, message = prompt_of(40), prompt_of(30)
+    handle = model.register_forward_pre_hook(lambda *_: passes.append(1))
+    talk, anew = (PlainSequence(model, torch.device("cpu"), "past_key_values") for _ in "ab")
+    talk.extend(prompt, 1)
+    said = talk.extend(message, 1)
+    assert len(passes) == 2
+    assert torch.equal(said, anew.extend([*prompt, *message], 1))
+    handle.remove()
+
+
+def test_the_longest_text_of_a_model_that_names_it_otherwise() -> None:
+    assert context_of(MptConfig(max_seq_len=300)) == 300
+    assert context_of(LlamaConfig(max_position_embeddings=200)) == 200
+    assert context_of(BloomConfig()) == 2**31
 
 
 def test_a_tensor_that_a_cache_holds_by_two_names_is_counted_once() -> None:

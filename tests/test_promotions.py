@@ -126,6 +126,16 @@ def test_an_adapter_that_comes_back_after_a_rollback_is_no_promotion(taught: Tau
             assert [promotion.adapter for promotion in load(taught.state.promotions)] == [first, second]
 
 
+def test_an_adapter_that_was_in_use_before_anybody_looked_is_judged_from_its_first_answer(taught: Taught) -> None:
+    """`adaptive distill` promoted it, and `adaptive generate` used it, before a server was started."""
+    store = published(taught.state.adapters, 1, promote=1)
+    write_log(taught.state.records, [answered(n, None, 0.02) for n in range(40)])
+    write_log(taught.state.records, [answered(n, "0001", 0.01) for n in range(40, 60)])
+    with Log(taught.state.records) as log:
+        Gains(taught.state).look(log, store.current(), lambda: COSTS)
+        assert load(taught.state.promotions)[0].answer == log.last_id() - 20
+
+
 def test_a_promotion_during_which_the_log_cannot_be_read_is_noted_later(taught: Taught) -> None:
     store = published(taught.state.adapters, 1, promote=1)
     gains = Gains(taught.state)

@@ -170,34 +170,15 @@ def test_a_draft_that_is_accepted_more_stays(adaptive: Any, state: PairState, bo
     assert any(not np.array_equal(merged[name].numpy(), plain_draft[name].numpy()) for name in merged)
 
 
-def test_drafts_that_no_server_uses_any_more_are_deleted(
-    adaptive: Any, own_home: Path, adapter: Path, box: Any, tmp_path: Path
+def test_the_key_of_the_settings_is_the_servers(
+    adaptive: Any, state: PairState, box: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was rolled back, and one that a later one replaces at the same server."""
-    state = state_with(own_home, adapter, {}, answers=30)
-    server, start, running = box
-    folder, store = state.root / "published", AdapterStore(state.adapters)
-
-    def publish(restart: str) -> int:
-        given = ("--upstream", server.url, "--start", str(start), "--restart", restart, "--draft-length", "3")
-        return int(adaptive("publish", *given, "--prompts", "4")[0])
-
-    good = f"sed s/draft-0001/better/ {start} > {running}"
-    assert publish(f"cp {start} {running}") == 1
-    assert list(folder.iterdir()) == []
-    assert publish(good) == 0
-    (first,) = folder.iterdir()
-    mine = tmp_path / "mine"
-    put.remember(state, "http://other", put.Put("vllm", "0001", str(mine), 3))
-    mine.touch()
-    use(store, save_random_adapter(BUNDLED / "draft", tmp_path / "second", seed=7), store.list()[0].base)
-    assert publish(good.replace("0001", "0002")) == 0
-    (left,) = folder.iterdir()
-    assert left != first
-    put.remember(state, "http://other", put.Put("vllm", "0002", str(left), 3))
-    assert mine.exists()  # in a folder of the user's
-    put.remember(state, server.url, put.Put("vllm", "0002", str(mine), 3))
-    assert left.exists()  # the other server has it
+    server, *_ = box
+    (tmp_path / "key").write_text("secret\n")
+    monkeypatch.setenv("ADAPTIVE_API_KEY_FILE", str(tmp_path / "key"))
+    status, _, errors = adaptive("publish", "--upstream", server.url, "--draft-length", "3", "--prompts", "2")
+    assert status == 0, errors
+    assert all("authorization: bearer secret" in heard.head.lower() for heard in server.heard)
 
 
 def test_a_server_gets_back_what_it_had_and_not_what_another_had(adaptive: Any, state: PairState, box: Any) -> None:

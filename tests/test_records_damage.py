@@ -41,6 +41,21 @@ def path(tmp_path: Path) -> Path:
     return place
 
 
+def test_an_error_that_may_pass_is_no_damage(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that cannot be read for a moment: training would leave sound records out, and `check` name them."""
+
+    def unreadable(*args: object) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with Log(path) as log:
+        monkeypatch.setattr("adaptive.records.log.read_rows", unreadable)
+        with pytest.raises(AdaptiveError, match="disk I/O error"):
+            list(log.generations())
+        assert log.damaged == {}
+        monkeypatch.undo()
+        assert len(list(log.generations())) == COUNT
+
+
 def flip(file: Path, at: int, bit: int = 3) -> None:
     data = bytearray(file.read_bytes())
     data[at] ^= 1 << bit

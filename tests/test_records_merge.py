@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +179,17 @@ def test_reasoning_that_is_shown_without_its_marks_is_of_this_target(
     else:
         with pytest.raises(AdaptiveError, match="another target"):
             merge(state, [path], tokenizer.decode)
+
+
+def test_what_stops_the_log_that_takes_the_others_is_said_of_that_one(tmp_path: Path, state: PairState) -> None:
+    source = write(tmp_path / "other" / "records.db", said(1), said(2))
+    write(state.records, said(3))
+    with contextlib.closing(sqlite3.connect(state.records)) as log:
+        log.execute("CREATE TRIGGER full BEFORE INSERT ON generations BEGIN SELECT RAISE(ABORT, 'no room'); END")
+    with pytest.raises(AdaptiveError, match="no room") as failed:
+        merge(state, [source], decode)
+    assert str(state.records) in str(failed.value)
+    assert str(source) not in str(failed.value)
 
 
 def test_what_is_no_log_is_named(tmp_path: Path, state: PairState) -> None:

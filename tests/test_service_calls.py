@@ -26,8 +26,8 @@ from adaptive.service.calls import Reading
 from adaptive.service.chats import encoded, prepare, rendered
 from adaptive.service.dialects.completions import Completion
 from adaptive.service.dialects.llama_server import LlamaCompletion
-from adaptive.service.dialects.messages import MessagesRequest
-from adaptive.service.dialects.responses import ResponsesRequest
+from adaptive.service.dialects.messages import MessagesRequest, MessageWriter
+from adaptive.service.dialects.responses import ResponsesRequest, ResponseWriter
 from adaptive.service.formats import Call, format_of
 from adaptive.service.jobs import Answer, Ask, Done, Event, Job, Piece
 from adaptive.service.schemas import ChatMessage, ChatRequest, RequestBody, StreamOptions
@@ -134,6 +134,34 @@ def test_an_answer_with_half_a_call_is_not_said_to_call() -> None:
     (choice,) = Completion(served, chat=True, top=None, options=StreamOptions()).whole([answer(half)])["choices"]
     assert choice["finish_reason"] == "stop"
     assert choice["message"]["content"] == half
+
+
+def streamed(writer: streams.Writer, pieces: list[str], said: Answer) -> list[dict[str, Any]]:
+    """The objects of a stream of these pieces."""
+    lines = [*writer.begin(), *(line for text in pieces for line in writer.piece(Piece(0, text))), *writer.answer(said)]
+    found = [line.split("data: ", 1)[1] for line in [*lines, *writer.end([said])]]
+    return [json.loads(line) for line in found if line.strip() != "[DONE]"]
+
+
+def test_a_stream_with_half_a_call_is_not_said_to_call() -> None:
+    """Its beginning was sent already: a client must not run it."""
+    half = 'Look. <tool_call>\n{"name": "weather", "arguments": {"city": "Ro'
+    served = streams.Served("1", 0, "pair", tokenizer(""), HERMES, 3)
+    pieces, said = [half[at : at + 9] for at in range(0, len(half), 9)], answer(half)
+    chat = streamed(Completion(served, chat=True, top=None, options=StreamOptions()), pieces, said)
+    assert any("tool_calls" in one["choices"][0]["delta"] for one in chat)
+    assert chat[-1]["choices"][0]["finish_reason"] == "stop"
+    anthropic = streamed(MessageWriter(served), pieces, said)
+    assert any(one.get("content_block", {}).get("type") == "tool_use" for one in anthropic)
+    assert [one["delta"]["stop_reason"] for one in anthropic if one["type"] == "message_delta"] == ["end_turn"]
+    asked = ResponsesRequest.model_validate({"model": "m", "input": "?"})
+    items = streamed(ResponseWriter(served, asked), pieces, said)[-1]["response"]["output"]
+    assert [(item["type"], item["status"]) for item in items] == [
+        ("message", "completed"),
+        ("function_call", "incomplete"),
+    ]
+    whole = streamed(Completion(served, chat=True, top=None, options=StreamOptions()), [TWO], answer(TWO))
+    assert whole[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def logprobs_of(known: PreTrainedTokenizerBase, ids: list[int], chat: bool) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from adaptive.service.calls import Part, Reading, Thought, reading_of
 from adaptive.service.chats import prepare
 from adaptive.service.forced import call_or_text, forced_call
 from adaptive.service.formats import Call, format_of
-from adaptive.service.partial import Arguments, CallBegins
+from adaptive.service.partial import Arguments, CallBegins, CallBroken
 from adaptive.service.schemas import ChatRequest
 
 TOOLS: list[dict[str, Any]] = [
@@ -204,10 +204,11 @@ def test_a_stream_tells_calls_as_they_are_written(family: Family, size: int) -> 
 def test_of_a_call_that_is_cut_a_stream_has_what_was_written() -> None:
     reader = Reading(format_of(FAMILIES["Hermes"].shown), tuple(TOOLS)).reader(partial=True)
     cut = 'Look. <tool_call>{"name": "weather", "arguments": {"city": "Ro'
-    first, begins, said = [*reader.feed(cut), *reader.finish()]
+    first, begins, said, broken = [*reader.feed(cut), *reader.finish()]
     assert first == "Look."
     assert isinstance(begins, CallBegins)
     assert said == Arguments('{"city": "Ro')
+    assert broken == CallBroken()
     other = Reading(format_of(FAMILIES["Hermes"].shown), tuple(TOOLS)).reader(partial=True)
     unknown = '<tool_call>{"name": "nobody", "arguments": {"city": "Ro'
     assert "".join(map(str, [*other.feed(unknown), *other.finish()])) == unknown

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from adaptive.upstream import connections
-from adaptive.upstream.connections import Connections, ServerCutError, UnreachableError
+from adaptive.upstream.connections import Connections, ServerCutError, UnreachableError, UnsendableError
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -244,6 +244,23 @@ def test_the_address_may_have_a_path_and_a_login() -> None:
         b"host": there.url.partition("@")[2].partition("/")[0].encode(),
         b"authorization": b"Basic " + base64.b64encode(b"me:p@ss"),
     }
+
+
+def test_a_path_with_other_characters_is_quoted() -> None:
+    async def test(here: Connections, server: Server) -> None:
+        assert await get(here, b"/v1/models") == b"ok"
+
+    server = run([[OK]], test, change=lambda url: f"{url}/mod\u00e8le a")
+    assert server.heard[0][0].startswith(b"GET /mod%C3%A8le%20a/v1/models HTTP/1.1\r\n")
+
+
+def test_what_http_cannot_carry_is_refused() -> None:
+    async def test(here: Connections, server: Server) -> None:
+        with pytest.raises(UnsendableError):
+            async with here.ask("GET", b"/", [(b"x", b"a\nb")]):
+                pass
+
+    run([[]], test)
 
 
 def test_https_servers_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from upstream_server import CLOSE, Heard, plain, scripted
 
 from adaptive.errors import AdaptiveError
-from adaptive.upstream.measure import Answered, Measured, measure
+from adaptive.upstream.measure import DRAFTED, LENGTH, Answered, Measured, counted, measure
 from adaptive.upstream.models import served
 from cli.trial import worse_than
 
@@ -38,6 +38,15 @@ def test_each_prompt_is_in_the_prompt_cache_when_it_is_measured() -> None:
         bodies = [json.loads(heard.body) for heard in server.asked("/v1/completions")]
     assert [(body["prompt"], body["max_tokens"]) for body in bodies] == [(p, n) for p in PROMPTS for n in (1, 8)]
     assert [one.tokens for one in measured.answers] == [8, 8, 8]
+
+
+def test_several_ranks_of_a_server_have_one_mean_of_tokens_a_round() -> None:
+    """SGLang with data parallelism: each rank tells its own mean, and its own counts."""
+    text = "".join(f'sglang:{LENGTH}{{dp_rank="{rank}"}} {value}\n' for rank, value in enumerate((2.4, 2.0, 0.0)))
+    text += "".join(f'sglang:{DRAFTED}{{dp_rank="{rank}"}} 100\n' for rank in range(2))
+    found = counted(text)
+    assert found.length == pytest.approx(2.2)  # the third has not drafted yet
+    assert found.drafted == 200
 
 
 def test_a_server_that_still_loads_is_waited_for() -> None:

@@ -186,6 +186,76 @@ def test_a_head_without_end_is_refused(stage: Make) -> None:
     assert not here.server.asked("/any")[42:]
 
 
+def spoken(url: str, *parts: bytes) -> bytes:
+    """All that comes back, until the connection ends, where ``parts`` are sent one after the other."""
+    parsed = httpx.URL(url)
+    with socket.create_connection((parsed.host, parsed.port), timeout=10) as client:
+        for number, part in enumerate(parts):
+            time.sleep(0.05 * (number > 0))
+            client.sendall(part)
+        return b"".join(iter(lambda: client.recv(1 << 16), b""))
+
+
+@pytest.mark.parametrize("cut", [None, -5, 20])
+def test_an_offer_of_http_2_is_not_taken_up_and_its_body_stays(stage: Make, cut: int | None) -> None:
+    """Java's client makes it with every request; its body may come with the head, or behind it."""
+    here = stage(say)
+    body = json.dumps(ASK).encode()
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+        f"HTTP2-Settings: AAEAAEAA\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    ).encode()
+    last = b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+    whole = head + body
+    parts = [whole] if cut is None else [whole[:cut], whole[cut:]]
+    found = spoken(here.url, *parts, last)
+    assert found.startswith(b"HTTP/1.1 200 ")
+    assert found.count(b"HTTP/1.1 ") == 2  # the next request in the same connection is answered, too
+    sent = here.server.asked(CHAT)[-1]
+    assert json.loads(sent.body)["messages"] == ASK["messages"]
+    assert "http2-settings" not in sent.head.lower()
+    assert len(here.logged(1)) == 1
+
+
+def test_a_client_of_http_1_0_gets_no_chunks(stage: Make) -> None:
+    here = stage(say)
+    body = json.dumps({**ASK, "stream": True}).encode()
+    head = f"POST {CHAT} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    wanted = httpx.post(here.url + CHAT, json={**ASK, "stream": True}).content
+    for parts in ([head.encode() + body], [head[:7].encode(), head[7:].encode() + body]):
+        top, _, found = spoken(here.url, *parts).partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in top.lower()
+        assert found == wanted
+
+
+def test_blanks_around_a_header_are_no_part_of_it(stage: Make) -> None:
+    here = stage(say)
+    body = json.dumps(ASK).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer k \t\r\nConnection: close\r\n"
+    found = spoken(here.url, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    assert found.startswith(b"HTTP/1.1 200 ")
+    assert "\r\nauthorization: bearer k\r\n" in here.server.asked(CHAT)[-1].head.lower()
+
+
+def test_a_stream_that_says_its_length_has_another_one_without_what_was_added(stage: Make) -> None:
+    def said(heard: Heard, connection: socket.socket) -> None:
+        body = b"".join(events(3, bool(json.loads(heard.body).get("logprobs"))))
+        connection.sendall(plain(body, kind="text/event-stream"))
+
+    here = stage(said)
+    answered = httpx.post(here.url + CHAT, json={**ASK, "stream": True})
+    assert answered.content == b"".join(events(3, more=False))
+    assert len(here.logged(1)) == 1
+
+
+def test_an_answer_that_has_not_changed_may_name_a_length(stage: Make) -> None:
+    here = stage(
+        lambda heard, connection: connection.sendall(b"HTTP/1.1 304 Not Modified\r\nContent-Length: 9\r\n\r\n")
+    )
+    last = b"GET /slots HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    assert spoken(here.url, b"GET /slots HTTP/1.1\r\nHost: a\r\n\r\n" + last).count(b"HTTP/1.1 304 ") == 2
+
+
 def test_without_a_log_requests_pass_as_they_are() -> None:
     body = json.dumps(ASK).encode()
     with scripted(say) as server, served(Proxy(server.url, None, 4)) as url:

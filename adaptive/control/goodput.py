@@ -107,10 +107,15 @@ class GoodputLength(LengthPolicy):
         self.batch = Batch()
         self.stopping = Stopping(self.longest, LONGEST_BATCH)
         self.best, self.speculating, self.longer = 1, False, 1.0
+        self.length = 0  # tokens that the draft may propose in the current rounds
         self._decide(0, 0)
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """The most tokens to draft; ``advise`` may end the draft earlier if the policy is attentive."""
+        self.length = self._next_length(limit, waiting, context)
+        return self.length
+
+    def _next_length(self, limit: int, waiting: int, context: int) -> int:
         self.elapsed.ask(self.clock())
         self.alone = True
         if self.watch is not None and self.watch.look():
@@ -274,16 +279,22 @@ class GoodputLength(LengthPolicy):
         ``apart`` teaches only costs and confidence: it is of another kind than the rounds being decided about."""
         bins = self._bins()
         steps = len(bins) if self.attentive else outcome.first or outcome.drafted
+        # A draft on another machine may come too late, or refuse. The wait is a price of drafting, and shows nothing of
+        # the time that drafts take.
+        late = not (self.attentive or steps) and self.length > 0 and asked(outcome)
+        steps += late
         tokens, drafted = 1 + outcome.accepted, steps > 0
         tried = drafted and not apart and self.trying
         settled, again = self.blocks.passed(drafted)
         apart = apart or self.exploring.length > 0
-        timed = Timed(outcome, steps, self.waiting, again and not drafted, settled, tried, apart)
+        timed = Timed(
+            outcome, steps, 0 if late else self.waiting, again and not drafted, settled and not late, tried, apart
+        )
         self._ended(timed)
         self.elapsed.passed(outcome)
         self.seen.append(timed)
         self.sure.append(bins)
-        self.waiting = max(0, tokens - steps) if steps else self.waiting + tokens
+        self.waiting = max(0, tokens - steps) if steps and not late else self.waiting + tokens
         if len(self.seen) >= (self.tries.on_trial_here if drafted and self.trying else self.batch.rounds):
             self.settle()
 
@@ -330,10 +341,6 @@ class GoodputLength(LengthPolicy):
         """Update rate, budget and calibration by one round; ``compared`` as in ``SeenTimes``."""
         costs, own, (outcome, steps, waiting, again, settled, tried, apart) = self.costs, timed.own, timed
         took = outcome.draft_s + outcome.verify_s + costs.speed * costs.overhead_s
-        if not steps and self.speculating and not self.attentive and asked(outcome):
-            # The draft, on another machine, came too late or refused: the wait is a price of drafting.
-            self._brought(1, took / costs.speed)
-            return
         if not steps:
             self.tries.earn()
             if settled and again:
@@ -342,7 +349,8 @@ class GoodputLength(LengthPolicy):
         whole = costs.draft(steps, waiting) + costs.beside_drafting(outcome.drafted)
         if settled and outcome.drafted:
             self.times.observe(True, took, whole, compared)
-        seconds = costs.draft(steps, self._fed(waiting)) + costs.beside_drafting(own.drafted)
+        late = not (self.attentive or outcome.drafted)
+        seconds = took if late else costs.draft(steps, self._fed(waiting)) + costs.beside_drafting(own.drafted)
         tokens = 1.0 + own.accepted
         if self.attentive:
             judged = bins[: min(own.drafted, own.accepted + 1)]

@@ -76,7 +76,6 @@ class GoodputWithHistory(GoodputLength):
         # By the number of the round since ``next_length``. The model drafts a round without a plan, or it is plain.
         self.plans: dict[int, Plan] = {}
         self.drafts = 0  # of the observed ones of these rounds, those that the model drafted first
-        self.length = 0  # the result of ``next_length``
         self.beyond: list[Timed] = []  # rounds of which only the costs are to be learned
         # Rounds that were not reported to ``ahead`` yet, and whether something was found for them.
         self.untold: list[tuple[Timed, bool]] = []
@@ -109,7 +108,7 @@ class GoodputWithHistory(GoodputLength):
         if self.plans:
             self.plans = {}
         self.drafts, self.room = 0, limit
-        self.length = length = super().next_length(limit, waiting, context)
+        length = super().next_length(limit, waiting, context)
         self.steady = min(self.steady, self.batch.rounds)  # so that history's rounds are learned from in time
         return length
 

@@ -23,7 +23,7 @@ import torch
 
 from adaptive.control.costs import LONGEST
 from adaptive.control.policy import Adviser
-from adaptive.drafting.model import ModelDrafter
+from adaptive.drafting.model import ModelDrafter, PreparesProposals
 from adaptive.drafting.outcomes import SLICE, ChainAhead, compact, rows_of, size_of, stacked
 from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.tree import Tree, TreeDrafter
@@ -256,6 +256,12 @@ class Beside:
         spent = self.waited_s + self.ahead_s
         share = f", {self.ahead_s / spent:.0%} of it while the target verified" if spent else ""
         return f"drafting took {spent:.1f} s{share}"
+
+    def prepare(self, length: int, advise: Adviser | None) -> None:
+        """See ``PreparesProposals``."""
+        if isinstance(self.drafter, PreparesProposals):
+            self.worker.stop()
+            self.drafter.prepare(length, advise)
 
     def begin(self, prompt: list[int]) -> None:
         """Draft ahead while the target reads the prompt."""

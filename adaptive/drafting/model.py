@@ -3,7 +3,7 @@ call, or queued on a device (``queued.py``)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -35,6 +35,14 @@ from adaptive.types import MODEL, SamplingParams
 PREPARED = 8192
 
 
+@runtime_checkable
+class PreparesProposals(Protocol):
+    """A drafter that prepares the passes of its proposals."""
+
+    def prepare(self, length: int, advise: Adviser | None) -> None:
+        """Prepare for a text of ``length`` tokens in all, as the function ``prepare``."""
+
+
 def drafter_name(engine: Engine) -> str:
     """The name of a draft in rounds, records and figures."""
     return engine.name if isinstance(engine, ReadsFeatures) else MODEL
@@ -46,7 +54,7 @@ def prepare(target: Sequence, drafter: Drafter | None, prompt: int, most: int, a
     length = prompt + min(most, PREPARED)
     if isinstance(target, Prepares):
         target.prepare(length)
-    if isinstance(drafter, ModelDrafter):
+    if isinstance(drafter, PreparesProposals):
         drafter.prepare(length, advise)
 
 

@@ -305,8 +305,9 @@ def _context(target: Source, settings: Settings) -> int:
     """Tokens of the target's longest text, according to its config; 2**31 if that is unknown."""
     if target.gguf is not None:
         return 2**31
-    config = read_config(target, settings).get_text_config()
-    return int(getattr(config, "max_position_embeddings", None) or 2**31)
+    from adaptive.engines.hf.generation import context_of
+
+    return context_of(read_config(target, settings).get_text_config())
 
 
 def _size(count: int) -> str:

@@ -70,6 +70,8 @@ def load_head(source: Source | None, settings: Settings, target: Engine) -> Head
         engine.passes.record()
         engine.weights += "+graphs"
     name = "a head to be grown" if source is None else source.id
+    if asked and not engine.weights.startswith("int8"):
+        logger.warning("--draft-quantize int8 has no effect: %s has no int8 on this device", name)
     logger.info("%s: %s, %s, on %s", name, forward_of(engine).value, engine.weights, engine.device)
     return engine
 

@@ -79,7 +79,7 @@ def _state(app: FastAPI, api: Api) -> None:
     async def metrics() -> Response:
         if engine.session is not None and engine.session.assistant.log is not None:
             api.metrics.logging(engine.session.assistant.log.state)
-        api.metrics.running.set(len(engine.works))
+        api.metrics.running.set(len({id(work.job) for work in engine.works}))
         api.metrics.slots.set(engine.slots)
         api.metrics.waiting.set(len(engine.queue))
         api.metrics.training.set(int(api.trainer.status.activity in ("training", "paused")))

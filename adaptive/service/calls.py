@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from adaptive.encoding import template_text
 from adaptive.service.formats import Call, Format, Region, Types, format_of, types_of
-from adaptive.service.partial import Arguments, CallBegins, PartialCall
+from adaptive.service.partial import Arguments, CallBegins, CallBroken, PartialCall
 
 # Tokens at the end of a prompt that are searched for a mark that opens the model's thinking.
 TAIL = 12
@@ -28,7 +28,7 @@ class Thought:
     text: str
 
 
-Part = str | Thought | Call | CallBegins | Arguments
+Part = str | Thought | Call | CallBegins | Arguments | CallBroken
 
 
 @dataclass(frozen=True)
@@ -197,6 +197,7 @@ class AnswerReader:
         except (ValueError, KeyError, TypeError, RecursionError):  # the text between the marks is no call
             if begun is not None:  # parts were already returned, and cannot be taken back
                 self._count()
+                yield CallBroken()
                 return
             raw = self._space + region.opens + body + ("" if reopens else mark)
             self._space, self._trim, self._said = "", False, True

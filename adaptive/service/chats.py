@@ -18,11 +18,10 @@ from adaptive.grammar import Grammar
 from adaptive.service.calls import Reading, reading_of
 from adaptive.service.forced import call_or_text, forced_call, marked_text
 from adaptive.service.formats import Format, format_of, function_of
+from adaptive.service.forms import NO_EFFORT, accepted
 from adaptive.service.jobs import Prompt
 from adaptive.service.schemas import ChatRequest
 
-# Values of ``reasoning_effort`` that turn thinking off.
-NO_EFFORT = ("none", "minimal")
 # The values that gpt-oss knows, for those that it does not.
 HARMONY_EFFORT = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 # Template variables that the server sets and a client must not.
@@ -69,13 +68,21 @@ def prepare(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, context: int)
 
 def rendered(body: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> str:
     """The chat as text, formatted by the template. Raises AdaptiveError as ``prepare``."""
-    return chat_text(tokenizer, *_given(body, tokenizer))
+    chat, tools, said = _given(body, tokenizer)
+    own = _own_effort(body)
+    return accepted(lambda form, variables: chat_text(tokenizer, form, tools, variables), chat, said, own)
 
 
 def encoded(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, context: int) -> list[int]:
     """Token ids of the chat, formatted by the template. Raises AdaptiveError as ``prepare``."""
     chat, tools, said = _given(body, tokenizer)
-    return render_chat(tokenizer, chat, context, tools, said)
+    own = _own_effort(body)
+    return accepted(lambda form, variables: render_chat(tokenizer, form, context, tools, variables), chat, said, own)
+
+
+def _own_effort(body: ChatRequest) -> bool:
+    """Whether the client has set the template's variable, and not the field of the request."""
+    return "reasoning_effort" in (body.chat_template_kwargs or {})
 
 
 def _given(
@@ -91,7 +98,7 @@ def _given(
             "out, or serve a model that was made to call tools"
         )
     chat = list(_with_names(message.for_template() for message in body.messages))
-    if known.single:
+    if known.single or known.first_only:
         chat = list(_with_single_calls(chat))
     chat = [_for_template(message, template, known) for message in chat]
     return chat, tools, variables(body, template, known)
@@ -106,8 +113,8 @@ def variables(body: ChatRequest, template: str, known: Format) -> dict[str, Any]
     """The template's variables: those of the client, and those that control thinking.
 
     ``reasoning_effort`` becomes ``enable_thinking`` if the template only knows the latter, or turns thinking off, and
-    has no effect if it knows neither. A grammar turns thinking off, unless the client turned it on by
-    ``enable_thinking``. Raises AdaptiveError for a client's variable that the template does not read.
+    has no effect if it knows neither. A grammar turns thinking off, unless the client turned it on by a variable of the
+    template. Raises AdaptiveError for a client's variable that the template does not read.
     """
     said, switch = dict(body.chat_template_kwargs or {}), _mentions(template, "enable_thinking")
     if not switch and not said.get("enable_thinking", True):
@@ -122,8 +129,11 @@ def variables(body: ChatRequest, template: str, known: Format) -> dict[str, Any]
         elif body.enable_thinking:
             raise AdaptiveError("enable_thinking: this model's chat template knows no thinking")
     effort = body.reasoning_effort
-    if (body.constrained() is not None or body.must_call()) and switch:
-        said.setdefault("enable_thinking", False)  # the grammar applies from the first token
+    if body.constrained() is not None or body.must_call():  # the grammar applies from the first token
+        if switch:
+            said.setdefault("enable_thinking", False)
+        elif known.loose:
+            effort = "none"
     if effort is not None and _mentions(template, "reasoning_effort"):
         said.setdefault("reasoning_effort", effort if known.loose else HARMONY_EFFORT.get(effort, effort))
         switch = switch and effort in NO_EFFORT

@@ -168,8 +168,7 @@ class EngineThread:
         found = [Slot()] * self.slots
         for work in self.works:
             if (answering := work.answering) is not None:
-                tokens = len(answering.question.prompt), work.count
-                found[work.slot] = Slot(True, work.job.ask.client, *tokens, work.began)
+                found[work.slot] = Slot(True, len(answering.question.prompt), work.count, work.began)
         return found
 
     def submit(self, job: Job) -> None:
@@ -222,7 +221,14 @@ class EngineThread:
                     while (job := self.queue.take(0)) is not None:
                         job.emit(Failed(503, "the server is shutting down; try again in a moment"))
         except BaseException as error:  # any error here ends the server; the main thread reports it
-            self.state, self.failure = "failed", error
+            with self._telling:
+                self.state, self.failure = "failed", error
+                left = [work.job for work in self.works]
+                while (job := self.queue.take(0)) is not None:
+                    left.append(job)
+            for job in dict.fromkeys(left):
+                with contextlib.suppress(RuntimeError):  # nobody waits any more: the loop is closed
+                    job.emit(Failed(503, "the server has failed and is ending; try again in a moment"))
         finally:
             self._finished.set()
             self._when_over()

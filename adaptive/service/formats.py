@@ -82,9 +82,10 @@ class Format:
     """The format of one family. ``marks`` are texts that must not be omitted when decoding if they are special tokens.
 
     Text outside regions is visible unless ``loose`` is False. ``short_ids``: the template only accepts call ids of nine
-    letters and digits. ``single``: it only accepts one call per message. ``thoughts`` is the field of a message from
-    which the template reads thinking. ``head`` matches the beginning of a call's region, including the opening mark if
-    that is part of the contents, up to arguments that are written as JSON (``partial.py``).
+    letters and digits. ``single``: it only accepts one call per message; ``first_only``: it shows only the first one.
+    ``thoughts`` is the field of a message from which the template reads thinking. ``head`` matches the beginning of a
+    call's region, including the opening mark if that is part of the contents, up to arguments that are written as JSON
+    (``partial.py``).
     """
 
     regions: tuple[Region, ...] = ()
@@ -94,6 +95,7 @@ class Format:
     loose: bool = True
     short_ids: bool = False
     single: bool = False
+    first_only: bool = False
     thoughts: str = "reasoning_content"
     head: re.Pattern[str] | None = None
 
@@ -240,6 +242,7 @@ FAMILIES: tuple[tuple[tuple[str, ...], Format], ...] = (
                 text="<|channel|>final<|message|>",
             ),
             loose=False,
+            first_only=True,
             thoughts="thinking",
             head=_HARMONY_HEAD,
         ),

@@ -30,6 +30,11 @@ class Arguments:
     text: str
 
 
+@dataclass(frozen=True)
+class CallBroken:
+    """The call that has begun has ended and is none: its arguments were cut, or are no JSON object."""
+
+
 class PartialCall:
     """Reads the region of a call piece by piece. ``begun`` is the call once its name is known, else None."""
 

@@ -55,8 +55,11 @@ PASSED_OVER = frozenset(
 # Ignored fields if they have this value, because it is the server's behaviour anyway, such as a sampler that is off.
 AS_EVER: dict[str, Any] = {
     "modalities": ["text"],
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt"), True),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), True),
+    **dict.fromkeys(("add_generation_prompt", "parse_special"), True),
     **dict.fromkeys(("typical_p", "tfs", "tfs_z", "smoothing_curve", "guidance_scale", "length_penalty"), 1),
+    "repeat_penalty": 1,
+    **dict.fromkeys(("top_n_sigma", "adaptive_target"), -1),
 }
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -340,14 +343,18 @@ class CompletionRequest(Common):
         return list(given)
 
 
-class TokenizeRequest(LooseModel):
+class TokenizeRequest(RequestBody):
     """``POST /tokenize``."""
+
+    passed_over: ClassVar[frozenset[str]] = PASSED_OVER | {"model"}
 
     content: Text
     add_special: bool = False
 
 
-class DetokenizeRequest(LooseModel):
+class DetokenizeRequest(RequestBody):
     """``POST /detokenize``."""
+
+    passed_over: ClassVar[frozenset[str]] = PASSED_OVER | {"model"}
 
     tokens: Annotated[list[TokenId], Field(max_length=10_000_000)]

@@ -18,7 +18,6 @@ class Slot:
     """The state of one slot: token counts of the answer in progress, 0 if there is none; ``began`` by perf_counter."""
 
     busy: bool = False
-    client: str | None = None
     prompt_tokens: int = 0
     predicted_tokens: int = 0
     began: float | None = None

@@ -44,6 +44,8 @@ def forward_kind(
     it does not. Needs only the config, no weights."""
     if architecture not in FAMILIES or device.type != "cpu" or (int8 and not packs_int8(device)):
         return None
+    if int8 and dtype == torch.float64:
+        return None  # the activations have the dtype, and the kernels know none of 64 bits
     if dtype != torch.float64 and not packs(dtype, device) and not multiplies(dtype, device):
         return None
     sizes = {heads.size for heads in _heads(config)}

@@ -71,7 +71,8 @@ def _int8(  # type: ignore[no-untyped-def]
         place = weight + rows.to(tl.int64)[:, None] * inputs + column[None, :]
         read = tl.load(place, mask=there[:, None] & inside[None, :], other=0).to(kind)
         known = (token < count)[None, :] & inside[:, None]
-        sums = tl.dot(read, tl.load(x + token[None, :] * inputs + column[:, None], mask=known, other=0.0), sums)
+        given = tl.load(x + token[None, :] * inputs + column[:, None], mask=known, other=0.0)
+        sums = tl.dot(read, given, sums, input_precision="ieee")
     sums *= tl.load(scales + rows, mask=there, other=0.0).to(tl.float32)[:, None] / 127
     if BIAS:
         sums += tl.load(bias + rows, mask=there, other=0.0).to(tl.float32)[:, None]

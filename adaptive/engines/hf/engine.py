@@ -24,7 +24,7 @@ from adaptive.engines.hf import joint as hf_joint
 from adaptive.engines.hf.cache import RollbackCache, reserve
 from adaptive.engines.hf.calls import recurrent_pass, watch
 from adaptive.engines.hf.features import FeatureHooks
-from adaptive.engines.hf.generation import end_tokens, recommended_sampling, weights
+from adaptive.engines.hf.generation import context_of, end_tokens, recommended_sampling, weights
 from adaptive.engines.hf.graphs import SIZES, RecordedPasses
 from adaptive.engines.hf.guard import disagreement, unused_cache
 from adaptive.engines.hf.kinds import Kinds
@@ -224,7 +224,7 @@ class TransformersEngine:
         self.model = model.eval()
         config = model.config.get_text_config()
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self.context_length: int = getattr(config, "max_position_embeddings", None) or 2**31
+        self.context_length = context_of(config)
         self.device = torch.device(str(model.get_input_embeddings().weight.device))
         self.end_tokens = end_tokens(model)
         self.sampling = recommended_sampling(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedModel
 
 from adaptive.types import SamplingParams
@@ -12,6 +14,13 @@ def weights(model: PreTrainedModel) -> str:
     kind = getattr(model, "quantization_method", None) or model.dtype
     eight = getattr(getattr(model.config, "quantization_config", None), "load_in_8bit", False)
     return str(getattr(kind, "value", kind)).removeprefix("torch.") + ("-int8" if eight else "")
+
+
+def context_of(config: Any) -> int:
+    """Tokens of the longest text, by the config of a text model (``get_text_config``); 2**31 if it names none. MPT,
+    whose biases have that many places, has its own name for it."""
+    names = ("max_position_embeddings", "max_seq_len")
+    return next((int(most) for name in names if (most := getattr(config, name, None))), 2**31)
 
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:

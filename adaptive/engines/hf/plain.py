@@ -1,8 +1,8 @@
 """A text in the cache that transformers itself makes, for models whose passes cannot be rolled back here.
 
 Every pass is one of transformers' ``generate``: the prompt at once, however it is sliced, then one token at a time. A
-rollback computes the whole text again. So does every token if the model returns no cache, or a cache without the right
-length.
+rollback computes the whole text again, and so does a long message in a conversation. So does every token if the model
+returns no cache, or a cache without the right length.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from adaptive.engines.protocol import Memory, Sequence, no_trees
 from adaptive.engines.tree import NO_TREE
 from adaptive.tokens import Ids, as_tensor
+
+# New tokens from which the whole text is computed again at once, and not one after the other. Too low: a long text is
+# computed again for a short message. Too high: that takes a pass a token.
+ANEW = 16
 
 
 class PlainSequence:
@@ -59,6 +63,8 @@ class PlainSequence:
             self._waiting = new
             return torch.empty(0, self.model.config.get_text_config().vocab_size, device=self.device)
         self._waiting = []
+        if self._cache is None or len(new) - rows >= ANEW:  # the whole text at once
+            new, self._tokens, self._cache = [*self._tokens, *new], [], None
         first = 1 if self._tokens else max(1, len(new) - rows + 1)
         logits = [self._feed(new[:first]), *(self._feed([token]) for token in new[first:])]
         return torch.cat(logits[len(logits) - rows :])

@@ -8,6 +8,7 @@ in memory are spread evenly among those that are read.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import mmap
@@ -105,14 +106,14 @@ def load_streamed(
     new = not where.exists()
     if new:
         write(where, checkpoint, model, int8, lambda share: tell(0.7 * share))
-    packed = PackedFile(where)
-    room = memory - resident - packed.sections[PROJECTION].bytes
-    kept = kept_layers([section.bytes for section in packed.layers], room)
-    largest = max(section.bytes for section in packed.layers)
-    if kept is None:
-        _check(memory, memory - room, largest, always=True)
     begin = 0.7 if new else 0.0
-    forward = _forward(packed, model, kept or frozenset(), int8, lambda share: tell(begin + (1 - begin) * share))
+    with contextlib.closing(PackedFile(where)) as packed:
+        room = memory - resident - packed.sections[PROJECTION].bytes
+        kept = kept_layers([section.bytes for section in packed.layers], room)
+        largest = max(section.bytes for section in packed.layers)
+        if kept is None:
+            _check(memory, memory - room, largest, always=True)
+        forward = _forward(packed, model, kept or frozenset(), int8, lambda share: tell(begin + (1 - begin) * share))
     return TransformersEngine(model, forward=forward)
 
 
@@ -165,7 +166,6 @@ def _forward(
     with torch.inference_mode():
         plan = FAMILIES[type(model).__name__](model, _Loading(packed, model, memory, int8))
     stream = _stream(packed, memory, kept) if read else None
-    packed.close()
     return CpuForward(dataclasses.replace(plan, stream=stream))
 
 

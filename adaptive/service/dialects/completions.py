@@ -19,7 +19,7 @@ from adaptive.service.errors import error_object
 from adaptive.service.figures import figures, usage
 from adaptive.service.formats import Call
 from adaptive.service.jobs import Answer, Failed, Piece
-from adaptive.service.partial import Arguments, CallBegins
+from adaptive.service.partial import Arguments, CallBegins, CallBroken
 from adaptive.service.schemas import ChatRequest, CompletionRequest, StreamOptions
 from adaptive.service.streams import COMPLETION, Served, data_line
 from adaptive.types import Supervision
@@ -44,10 +44,12 @@ def add_completions(app: FastAPI, api: Api) -> None:
 
 @dataclass
 class _Choice:
-    """The state of one answer: its calls so far, and the characters of its tokens so far."""
+    """The state of one answer: its calls so far, those of them that turned out to be none, and the characters of its
+    tokens so far."""
 
     reader: AnswerReader
     calls: int = 0
+    broken: int = 0
     offset: int = 0
 
 
@@ -101,7 +103,7 @@ class Completion:
         yield from self._opened(answer.index)
         choice = self._choices[answer.index]
         yield from self._parts(answer.index, choice.reader.finish() if self._chat else [], None)
-        reason = ending(answer.finish_reason, choice.calls > 0)
+        reason = ending(answer.finish_reason, choice.calls > choice.broken)
         yield data_line({**self._chunk(answer.index, self._said(""), reason), **figures([answer])})
 
     def end(self, answers: Sequence[Answer]) -> Iterator[str]:
@@ -138,6 +140,9 @@ class Completion:
                 choice.calls += 1
             elif isinstance(part, Arguments):
                 said = _call_delta(choice.calls - 1, {"function": {"arguments": part.text}})
+            elif isinstance(part, CallBroken):
+                choice.broken += 1
+                continue
             elif isinstance(part, Thought):
                 said = {"delta": {"reasoning_content": part.text}}
             elif part or logprobs is not None:

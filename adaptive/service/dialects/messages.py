@@ -19,7 +19,7 @@ from adaptive.service.errors import ANTHROPIC_REFUSALS, error_object
 from adaptive.service.figures import figures
 from adaptive.service.formats import Call
 from adaptive.service.jobs import Answer, Failed, Piece
-from adaptive.service.partial import Arguments, CallBegins
+from adaptive.service.partial import Arguments, CallBegins, CallBroken
 from adaptive.service.schemas import (
     MOST_TOKENS,
     PASSED_OVER,
@@ -260,13 +260,15 @@ class MessageWriter:
         self._reader: AnswerReader = served.reading.reader()
         self._blocks = 0  # index of the open block, or of the next one
         self._open: str | None = None  # the type of the open block
-        self._called = False
+        self._calls = 0  # without those that turned out to be none
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """See ``Writer.whole``."""
         (answer,) = answers
         blocks: list[dict[str, Any]] = []
         for part in self._reader.feed(answer.text) + self._reader.finish():
+            if isinstance(part, CallBroken):  # only in a stream
+                continue
             kind, _, delta = _block(part)
             if blocks and not isinstance(part, Call) and blocks[-1]["type"] == kind:
                 blocks[-1][kind] += delta[kind]
@@ -291,7 +293,7 @@ class MessageWriter:
         """Events for the text that was held back, and the stop reason."""
         yield from self._parts(self._reader.finish())
         yield from self._close()
-        ends = _ending(answer, self._called)
+        ends = _ending(answer, self._calls > 0)
         yield _event({"type": "message_delta", "delta": ends, "usage": _usage(answer), **figures([answer])})
 
     def end(self, answers: Sequence[Answer]) -> Iterator[str]:
@@ -308,6 +310,9 @@ class MessageWriter:
 
     def _parts(self, parts: Iterable[Part]) -> Iterator[str]:
         for part in parts:
+            if isinstance(part, CallBroken):
+                self._calls -= 1
+                continue
             kind, empty, delta = _block(part)
             if kind != self._open or isinstance(part, Call | CallBegins):
                 yield from self._close()
@@ -315,7 +320,7 @@ class MessageWriter:
                 self._open = kind
             if not isinstance(part, CallBegins):
                 yield _event({"type": "content_block_delta", "index": self._blocks, "delta": delta})
-            self._called = self._called or kind == "tool_use"
+            self._calls += isinstance(part, Call | CallBegins)
 
     def _close(self) -> Iterator[str]:
         if self._open is not None:
@@ -327,7 +332,7 @@ def _event(body: dict[str, Any]) -> str:
     return data_line(body, body["type"])
 
 
-def _block(part: Part) -> tuple[str, dict[str, Any], dict[str, Any]]:
+def _block(part: str | Thought | Call | CallBegins | Arguments) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """For a part: the type of its block, that block when it begins (empty), and the part's delta."""
     if isinstance(part, Call | CallBegins | Arguments):
         call = part.call if isinstance(part, CallBegins) else part
@@ -340,7 +345,7 @@ def _block(part: Part) -> tuple[str, dict[str, Any], dict[str, Any]]:
     return "text", {"type": "text", "text": ""}, {"type": "text_delta", "text": part}
 
 
-def _whole_block(part: Part) -> dict[str, Any]:
+def _whole_block(part: str | Thought | Call | CallBegins | Arguments) -> dict[str, Any]:
     kind, empty, delta = _block(part)
     return {**empty, **({"input": arguments_of(part)} if isinstance(part, Call) else {kind: delta[kind]})}
 

@@ -14,7 +14,7 @@ from adaptive.service.calls import AnswerReader, Part, Thought
 from adaptive.service.figures import figures
 from adaptive.service.formats import Call
 from adaptive.service.jobs import Answer, Failed, Piece
-from adaptive.service.partial import Arguments, CallBegins
+from adaptive.service.partial import Arguments, CallBegins, CallBroken
 from adaptive.service.schemas import (
     MOST_TOKENS,
     PASSED_OVER,
@@ -191,7 +191,7 @@ class ResponsesRequest(RequestBody):
         thoughts = ""
         for item in self.input:
             if item.type == "reasoning":
-                thoughts += text_of(item.content)
+                thoughts += text_of(item.content) or text_of(item.summary)
             elif item.type == "function_call_output":
                 said.append({"role": "tool", "content": text_of(item.output), "tool_call_id": item.call_id or ""})
             elif item.type == "function_call":
@@ -317,6 +317,9 @@ class ResponseWriter:
                 continue
             if isinstance(part, Arguments):
                 yield from self._arguments(part.text)
+                continue
+            if isinstance(part, CallBroken):
+                yield from self._close("incomplete")
                 continue
             thought = isinstance(part, Thought)
             kind, text = ("reasoning", part.text) if isinstance(part, Thought) else ("message", part)
