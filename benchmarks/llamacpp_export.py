@@ -72,7 +72,7 @@ def main() -> None:
             continue
         logits = pair.draft.sequence().extend(torch.tensor(asked + output[:-1]), len(output))
         right = (logits.argmax(-1) == torch.tensor(output)).numpy().astype(np.float32)
-        replays.append(Replay(number, "", right[None, 1:], assistant.last.finish_reason == "length"))
+        replays.append(Replay(number, right[None, 1:], assistant.last.finish_reason == "length"))
         texts.append((asked, output))
     base = ("--threads", str(torch.get_num_threads()))
     server = Server(args.server, "--model", args.draft, "--lora", args.adapter_gguf, *base)

@@ -18,7 +18,7 @@ def replays(rng: np.random.Generator, generations: int, mean: float, skill: np.n
     lengths = rng.integers(30, 200, generations)
     skill = np.clip(rng.normal(mean, 0.15, generations), 0.02, 0.98) if skill is None else skill
     return [
-        Replay(i, "", (rng.random((1, n)) < s).astype(np.float32), False)
+        Replay(i, (rng.random((1, n)) < s).astype(np.float32), False)
         for i, (n, s) in enumerate(zip(lengths, skill, strict=True))
     ]
 
@@ -28,7 +28,7 @@ def changed(rng: np.random.Generator, before: list[Replay], shift: float, spread
     after = []
     for one in before:
         wanted = np.clip(one.acceptance.mean() + rng.normal(shift, spread), 0.0, 1.0)
-        after.append(Replay(one.id, "", (rng.random(one.acceptance.shape) < wanted).astype(np.float32), False))
+        after.append(Replay(one.id, (rng.random(one.acceptance.shape) < wanted).astype(np.float32), False))
     return after
 
 

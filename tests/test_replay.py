@@ -96,7 +96,7 @@ def test_greedy_replay_equals_decoding_step_by_step(draft_length: int, limited: 
             best = draft(input_ids=text).logits[0].argmax(-1)[len(example.prompt) : -1].numpy()
         right = (best == example.output[1:]).tolist()
         assert one.acceptance.tolist() == [right]
-        mixed = Replay(1, "", (rng.random((1, len(right))) < 0.7).astype(np.float32), limited)
+        mixed = Replay(1, (rng.random((1, len(right))) < 0.7).astype(np.float32), limited)
         offset = len(example.prompt) + 1
 
         def accepts(context: list[int], token: int, mixed: Replay = mixed, offset: int = offset) -> bool:
@@ -110,7 +110,7 @@ def test_greedy_replay_equals_decoding_step_by_step(draft_length: int, limited: 
 
 def test_expected_rounds_of_several_generations_do_not_mix() -> None:
     rng = np.random.default_rng(0)
-    several = [Replay(i, "", rng.random((1, n)).astype(np.float32), i % 2 == 0) for i, n in enumerate((1, 3, 40, 17))]
+    several = [Replay(i, rng.random((1, n)).astype(np.float32), i % 2 == 0) for i, n in enumerate((1, 3, 40, 17))]
     accepted, rounds = expected_rounds(several, 4)
     for index, one in enumerate(several):
         alone = expected_rounds([one], 4)
@@ -120,7 +120,7 @@ def test_expected_rounds_of_several_generations_do_not_mix() -> None:
 def test_a_further_step_of_a_draft_takes_its_own_row() -> None:
     """Against all outcomes of a short text, enumerated."""
     rng = np.random.default_rng(1)
-    one = Replay(1, "", rng.random((3, 5)).astype(np.float32), limited=False)
+    one = Replay(1, rng.random((3, 5)).astype(np.float32), limited=False)
     wanted = dict.fromkeys(("accepted", "rounds"), 0.0)
 
     def follow(position: int, step: int, probability: float) -> None:

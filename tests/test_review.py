@@ -52,7 +52,7 @@ def replays(*rates: float) -> list[Replay]:
     """One replay of 30 positions for each acceptance, which varies a little from one to the next."""
     varied = np.random.default_rng(0).normal(0, 0.03, len(rates))
     return [
-        Replay(number, "", np.full((1, 30), rate + noise, np.float32), False)
+        Replay(number, np.full((1, 30), rate + noise, np.float32), False)
         for number, (rate, noise) in enumerate(zip(rates, varied, strict=True))
     ]
 

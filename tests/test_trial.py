@@ -218,6 +218,6 @@ def test_acceptance_is_expected_as_llama_cpp_counts_it(length: int, ended: bool)
             result = sample_and_accept(output, made, draft, end)
             drafted, accepted = drafted + len(draft), accepted + len(result) - 1
             made += len(result)
-        replays.append(Replay(number, "", np.array([right[1:]], np.float32), limited=not ended))
+        replays.append(Replay(number, np.array([right[1:]], np.float32), limited=not ended))
     assert expected_acceptance(replays, length, LLAMA_SERVER, most) == accepted / drafted
     assert expected_acceptance([], length, LLAMA_SERVER, most) is None

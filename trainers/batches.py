@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from adaptive.engines.head.kinds import HeadModule
+from adaptive.engines.hf.generation import context_of
 from trainers.dataset import Example
 
 # Padded tokens of one pass. Too low: a CPU core or a GPU is idle between passes. Too high: memory, and a
@@ -35,7 +36,6 @@ class Batch:
     token, so the logits at ``rows`` are those of the first example's output, then the second's.
     """
 
-    examples: tuple[Example, ...]
     ids: torch.Tensor
     mask: torch.Tensor
     rows: torch.Tensor
@@ -49,7 +49,7 @@ def longest_text(model: torch.nn.Module | HeadModule) -> int:
 
 def text_limit(config: Any) -> int:
     """``longest_text`` of a model with this ``config``."""
-    return min(int(getattr(config.get_text_config(), "max_position_embeddings", None) or PASS_TOKENS), PASS_TOKENS)
+    return min(context_of(config.get_text_config()), PASS_TOKENS)
 
 
 def longest_output(model: torch.nn.Module | HeadModule) -> int:
@@ -76,7 +76,7 @@ def collate(examples: Sequence[Example], limit: int, device: torch.device) -> Ba
         ids[index, : len(text)] = text
         mask[index, : len(text)] = 1
         rows[index, len(text) - len(example.output) : len(text)] = True
-    return Batch(tuple(examples), ids.to(device), mask.to(device), rows.to(device))
+    return Batch(ids.to(device), mask.to(device), rows.to(device))
 
 
 def passes(examples: Sequence[Example], limit: int, vocab: int) -> Iterator[list[Example]]:

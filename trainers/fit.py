@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +110,7 @@ def fit(
     known = now.best_step if begun else None  # of a run that is continued, the state that the last one left
     first, saved = now.step, clock()
     try:
-        student.begin(train, stop, resumed=begun is not None)
+        processes.in_all(partial(student.begin, train, stop, resumed=begun is not None), Stopped)
         batches = zip(_batches(train, recipe.batch, recipe.seed), _rehearsed(own, recipe), strict=True)
         for batch, rehearsed in islice(batches, now.step, None):
             for group in optimizer.param_groups:

@@ -26,7 +26,6 @@ class HeadBatch:
     """Right-padded inputs of B examples. ``ids`` (B, T), ``features`` (B, T, reads) and ``rows`` (B, R) are arguments
     of ``unrolled``; ``picks`` (B, R) bool marks the N rows that predict an output token."""
 
-    examples: tuple[Example, ...]
     ids: torch.Tensor
     features: torch.Tensor
     rows: torch.Tensor
@@ -62,7 +61,7 @@ def head_batch(examples: Sequence[Example], head: HeadModule, steps: int) -> Hea
     rows = torch.tensor(begins)[:, None] + torch.arange(longest)[None]
     inside = rows < lengths[:, None]
     picks = inside & plain.rows.gather(1, rows.clamp(max=plain.ids.shape[1] - 1))
-    return HeadBatch(tuple(examples), *(x.to(head.device) for x in (plain.ids, features, rows, picks)))
+    return HeadBatch(*(x.to(head.device) for x in (plain.ids, features, rows, picks)))
 
 
 def head_passes(head: HeadModule, batch: Sequence[Example], steps: int) -> Iterator[list[Example]]:

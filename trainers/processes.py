@@ -8,8 +8,9 @@ messages. On several machines, all must have the state folder (or each a copy of
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -66,6 +67,16 @@ def total(values: Sequence[float]) -> list[float]:
 def everywhere(holds: bool) -> bool:
     """Whether ``holds`` is True in all processes."""
     return total([holds])[0] == count()
+
+
+def in_all(call: Callable[[], Item], ended: type[Exception]) -> Item:
+    """The result of ``call``. If it raises ``ended`` in one process, all raise it, so that none waits for another."""
+    found: list[Item] = []
+    with contextlib.suppress(ended):
+        found.append(call())
+    if not everywhere(bool(found)):
+        raise ended
+    return found[0]
 
 
 def sum_gradients(weights: Iterable[torch.nn.Parameter]) -> None:

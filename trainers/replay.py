@@ -57,7 +57,6 @@ class Replay:
     """
 
     id: int
-    domain: str
     acceptance: npt.NDArray[np.float32]
     limited: bool
     fold: float = math.nan
@@ -65,7 +64,7 @@ class Replay:
     @classmethod
     def of(cls, example: Example, acceptance: npt.NDArray[Any]) -> Replay:
         """The replay of ``example`` with this ``acceptance`` (steps, n - 1)."""
-        return cls(example.id, example.domain, acceptance.astype(np.float32), example.limited, example.fold)
+        return cls(example.id, acceptance.astype(np.float32), example.limited, example.fold)
 
     @property
     def positions(self) -> int:

@@ -137,7 +137,7 @@ def distill(
     recipes = [recipe, *(r for r in rivals if in_use is not None or r.start == recipe.start)]
     try:
         sets, resumed = gather(log, extra, in_use, recipe, base, students.longest_output, kept, spool, should_stop)
-        own = _own(students, rehearsal, recipe, on_progress, should_stop)
+        own = processes.in_all(partial(_own, students, rehearsal, recipe, on_progress, should_stop), Stopped)
         attempts, stopped = _attempts(
             students, store, in_use, sets, own, recipes, on_progress, should_stop, kept, clock
         )

@@ -6,7 +6,6 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -96,7 +95,8 @@ def gather(
     """
 
     def read(until: int) -> Sets:
-        return _in_all(partial(_read, log, extra, in_use, recipe, longest, spool, should_stop, until))
+        read = partial(_read, log, extra, in_use, recipe, longest, spool, should_stop, until)
+        return processes.in_all(read, Stopped)
 
     made_of = (recipe.to_json(), base.weights, in_use.id if in_use else None)
     begun_with = kept.last_id() if kept else None
@@ -120,17 +120,6 @@ def _newest(log: Path | None) -> int:
     """The id of the newest record, the same one in all processes."""
     there = log is not None and log.exists() and processes.first()
     return int(processes.total([Log(log).last_id() if log is not None and there else 0])[0])
-
-
-def _in_all(read: Callable[[], Sets]) -> Sets:
-    """What ``read`` returns. Raises Stopped in all processes if it is raised in one."""
-    sets = None
-    with suppress(Stopped):
-        sets = read()
-    by_all = processes.everywhere(sets is not None)
-    if sets is None or not by_all:
-        raise Stopped
-    return sets
 
 
 def _read(

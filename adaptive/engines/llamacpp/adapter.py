@@ -17,12 +17,10 @@ from adaptive.errors import AdaptiveError
 
 
 class LlamaAdapter:
-    """The adapter beside one model's weights: none at first, then the last one applied. ``active`` is its folder, None
-    for no adapter."""
+    """The adapter beside one model's weights: none at first, then the last one applied."""
 
     def __init__(self, llama: LlamaModel) -> None:
         self.llama = llama
-        self.active: Path | None = None
         self._pointer: Any = None
         self._old: Any = None  # the previous adapter, until ``forget``
 
@@ -45,7 +43,7 @@ class LlamaAdapter:
         except BaseException:  # the caller closed the iterator, or was interrupted
             self._free(fresh)
             raise
-        self._old, self._pointer, self.active = self._pointer, fresh, folder
+        self._old, self._pointer = self._pointer, fresh
 
     def forget(self) -> None:
         """Free the previous adapter."""
