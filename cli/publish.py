@@ -166,6 +166,12 @@ def publish(
     console.print(f"{published.words} for {kind.name}: {draft}", soft_wrap=True, markup=False)
     _say_expected(console, plan)
     tried, length = None, plan.length
+
+    def discard() -> None:
+        """Delete the draft, unless it was there before."""
+        if not there:
+            put.discard_own(state, draft)
+
     if restart is not None:
         assert url is not None
         assert before is not None
@@ -173,17 +179,12 @@ def publish(
         running = trial.Server(url, key, kind, restart, file, wait, asked, max_tokens, model, is_head)
         with console.status("restarting the server, and measuring it"):
             given, tokens = put.earlier(state, url, kind), None if chosen else plan.tokens
-            try:
-                tried = trial.settle(running, before, draft, length, tokens, given)
-            except trial.InterruptedTrial as ending:
-                if ending.restored and not there:
-                    put.discard_own(state, draft)
-                raise
+            tried = trial.settle(running, before, draft, length, tokens, given, discard)
         length = tried.length
         if tried.worse is None:
             put.remember(state, url, put.Put(kind.name, published.id, str(draft), length))
-        elif not there:
-            put.discard_own(state, draft)
+        else:
+            discard()
     else:
         put.keep(state, put.Put(kind.name, published.id, str(draft), length))
         if file is not None and edited is not None:

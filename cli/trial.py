@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,14 +77,6 @@ class Server:
         publishing.restart(self.command, self.url, self.key, draft, length, self.wait_s)
 
 
-class InterruptedTrial(KeyboardInterrupt):
-    """Somebody has ended a trial. ``restored``: the server has its earlier state again."""
-
-    def __init__(self, restored: bool) -> None:
-        super().__init__()
-        self.restored = restored
-
-
 def settle(
     server: Server,
     before: Measured,
@@ -92,19 +84,22 @@ def settle(
     length: int,
     tokens_a_round: Sequence[float] | None,
     earlier: Put | None,
+    when_restored: Callable[[], None] = lambda: None,
 ) -> Tried:
     """Put ``draft`` into the server at ``length``, try lengths that its own times then favour, and leave the fastest in
     use, which is returned. If all are worse than ``before``, the ``earlier`` draft is restored.
 
     ``tokens_a_round`` are those at lengths 0, 1, ... by replay; None tries ``length`` alone. Raises AdaptiveError if
-    the server does not come back with the earlier draft. InterruptedTrial, also by a signal to end, is raised after
-    that draft is restored, or after a line that says why it is not.
+    the server does not come back with the earlier draft. KeyboardInterrupt, also by a signal to end, is raised after
+    that draft is restored (and ``when_restored`` called), or after a line that says why it is not.
     """
     with _ended_as_interrupted():
         try:
             return _settle(server, before, draft, length, tokens_a_round, earlier)
-        except KeyboardInterrupt as ending:
-            raise InterruptedTrial(_undo(server, draft, earlier)) from ending
+        except KeyboardInterrupt:
+            if _undo(server, draft, earlier):
+                when_restored()
+            raise
 
 
 @contextmanager
