@@ -229,7 +229,12 @@ def speeds(asked: Sequence[Asked]) -> dict[int, float]:
 
 def speed(asked: Sequence[Asked]) -> float:
     """The session's tokens per second over plain decoding's."""
-    return rate([a.session for a in asked]) / rate([a.fixed[0] for a in asked])
+    return over(asked, 0)
+
+
+def over(asked: Sequence[Asked], length: int) -> float:
+    """The session's tokens per second over those of a fixed length."""
+    return rate([a.session for a in asked]) / rate([a.fixed[length] for a in asked])
 
 
 def line(asked: Sequence[Asked]) -> str:
@@ -255,7 +260,9 @@ class Verdict:
     ``collected`` is the share of the ``best`` fixed length's gain that ``same`` has, None if that gain is too small.
     ``least`` is the lowest speed over plain decoding in ``WINDOW`` consecutive requests of the whole session. ``soon``
     is, by promotion, the speed in the ``SOON`` requests after it over that in the requests of the same kind from there
-    to the next promotion: how predictable the text of another kind is, no controller changes.
+    to the next promotion: how predictable the text of another kind is, no controller changes. ``soon_best`` is the same
+    with the speed over the best fixed length of that time, on the prompts that it answered too: how predictable the
+    texts of so few requests are then matters less.
     """
 
     promotions: int
@@ -266,6 +273,7 @@ class Verdict:
     collected: float | None
     least: float
     soon: tuple[float, ...]
+    soon_best: tuple[float, ...]
 
 
 def judge(asked: Sequence[Asked]) -> Verdict:
@@ -275,11 +283,16 @@ def judge(asked: Sequence[Asked]) -> Verdict:
     fixed = speeds(after)
     best = max((k for k in fixed if k), key=fixed.__getitem__, default=0)
     windows = [asked[i : i + WINDOW] for i in range(max(1, len(asked) - WINDOW + 1))]
-    soon = []
+    soon, soon_best = [], []
     for begin, end in itertools.pairwise([*changes, len(asked)]):
         alike = [a for a in asked[begin:end] if a.kind == asked[begin].kind]
         if len(alike) >= 2 * SOON:
             soon.append(speed(alike[:SOON]) / speed(alike[SOON:]))
+            first, later = ([a for a in part if len(a.fixed) > 1] for part in (alike[:SOON], alike[SOON:]))
+            if first and later:
+                of_then = speeds(first + later)
+                of_best = max((k for k in of_then if k), key=of_then.__getitem__)
+                soon_best.append(over(first, of_best) / over(later, of_best))
     same = speed([a for a in after if len(a.fixed) > 1] or after)
     return Verdict(
         promotions=len(changes),
@@ -290,6 +303,7 @@ def judge(asked: Sequence[Asked]) -> Verdict:
         collected=(same - 1) / (fixed[best] - 1) if fixed[best] > 1.02 else None,
         least=min(map(speed, windows)),
         soon=tuple(soon),
+        soon_best=tuple(soon_best),
     )
 
 
@@ -315,6 +329,10 @@ def useless(options: argparse.Namespace) -> Iterator[None]:
                 shutil.copy(file, folder)
         options.target, options.draft = str(target.folder), folder
         yield
+
+
+def _listed(shares: Sequence[float]) -> str:
+    return ", ".join(f"{share:.2f}" for share in shares) or "none"
 
 
 def main() -> None:
@@ -365,7 +383,7 @@ def main() -> None:
         f"plain decoding, on the same prompts {verdict.same:.3f} and the best fixed length ({verdict.best_length}) "
         f"{verdict.best:.3f}: {collected}; least over "
         f"{WINDOW} requests {verdict.least:.3f}; in the {SOON} requests after a promotion, of later ones of the kind: "
-        f"{', '.join(f'{s:.2f}' for s in verdict.soon) or 'none'}"
+        f"{_listed(verdict.soon)} (of plain decoding) and {_listed(verdict.soon_best)} (of the best fixed length)"
     )
 
 
