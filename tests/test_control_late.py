@@ -7,6 +7,8 @@ import random
 import pytest
 from test_control import TABLE, Clock, World
 
+from adaptive.control.acceptance import Acceptance
+from adaptive.control.costs import LONGEST
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.policy import FixedLength, Lead, Scope
 from adaptive.types import Round
@@ -69,3 +71,13 @@ def test_an_answer_that_is_alone_again_is_no_new_one() -> None:
     new = policy._tokens_left(1000)
     policy.begin(Scope("s", 0.7), 90)
     assert policy._tokens_left(1000) < new
+
+
+def test_answers_under_way_beside_others_begin_anew_with_a_swapped_draft() -> None:
+    known = Acceptance()
+    beside = known.beside("s", "model", 0.7)
+    for _ in range(200):
+        beside.observe([Round("model", 1, 0, 0.0, 0.0)])
+    assert beside.estimate()[0] < 0.1
+    known.swapped([0.8] * LONGEST)
+    assert beside.estimate()[0] > 0.7

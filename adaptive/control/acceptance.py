@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 from adaptive.control.costs import LONGEST
 from adaptive.types import Round
@@ -103,6 +104,7 @@ class Acceptance:
         self.session = Counts(KEEP_SESSION)
         self.kind = kind_of("model", 0.0)
         self.session_id: str | None = None
+        self._beside: WeakSet[Acceptance] = WeakSet()  # those of answers that are decoded beside others
 
     def begin(self, session: str, drafter: str, temperature: float) -> None:
         """Start an answer of ``session``. A new session, drafter or temperature starts a new lowest level."""
@@ -116,6 +118,7 @@ class Acceptance:
         other = Acceptance()
         other.everything, other.kinds = self.everything, self.kinds
         other.begin(session, drafter, temperature)
+        self._beside.add(other)
         return other
 
     def observe(self, rounds: Sequence[Round]) -> None:
@@ -133,7 +136,8 @@ class Acceptance:
     def swapped(self, expected: Sequence[float] | None = None) -> None:
         """Adjust to a swapped draft: the old counts become a weak prior. If ``expected`` gives the new draft's
         acceptance by position, that replaces them."""
-        for counts in (self.everything, self.session, *self.kinds.values()):
+        sessions = (self.session, *(other.session for other in self._beside))
+        for counts in (self.everything, *self.kinds.values(), *sessions):
             counts.scale(KEEP_AT_SWAP if expected is None else 0.0)
         if expected is not None:
             self.everything.accepted = [PROMISED * p for p in expected]
