@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
+from adaptive.control.stopping import Stopping
 from adaptive.engines.head.engine import HeadEngine, HeadSequence
 from adaptive.engines.head.module import VOCABULARY, WEIGHTS, Head
 from adaptive.engines.head.parts import parts_of_folder
@@ -172,6 +173,23 @@ def test_a_proposal_is_within_the_vocabulary_and_what_a_grammar_allows(
                     outside = [token for token in range(VOCAB) if token not in among]
                     assert not found.probs[:, outside].any()
                     torch.testing.assert_close(found.probs.sum(1), torch.ones(len(found.tokens)))
+
+
+def test_a_draft_that_no_allowed_token_begins_is_counted_with_the_others(
+    models: tuple[TransformersEngine, HeadEngine],
+) -> None:
+    """Else the confidences of each draft after it would be taken for those of the one before."""
+    _, head = sequences(*models)
+    assert head is not None
+    if head.fused is None:
+        pytest.skip("the kernels were not built, or this processor has other instructions")
+    stopping, allowed = Stopping(4, 8), np.zeros(1, np.uint32)
+    stopping.exactly(3)
+    for tokens in (FEW, sorted(set(range(VOCAB)) - set(FEW)), FEW):
+        allowed[0] = sum(1 << token for token in tokens)
+        head.rollback(0)
+        head.fused.propose(ProposalCall(PROMPT, 3, VOCAB, GREEDY, [], stopping, lambda drafted: allowed.ctypes.data))
+    assert [len(stopping.bins_of(number)) for number in range(4)] == [3, 0, 3, 0]
 
 
 def test_a_draft_vocabulary_that_is_none_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -72,13 +72,22 @@ struct Choosing {
   float* probs;
 };
 
+// Counts a proposal that ends at `position` (from 0) without a confidence: the policy counts it, too.
+int ended_unasked(const Choosing& c, int position) {
+  if (const Stopping* s = c.adviser.stopping; s && !position) {
+    const int row = (*s->drafts)++ % s->kept;
+    s->asked[row] = 0;
+  }
+  return DROP;
+}
+
 // Decides about `position` (from 0) of a proposal from its logits, and chooses its token, which is number `place` of
 // the text. `token` points behind the tokens drafted before it. Logits (vocab,) are of the tokens `ids`, or of the
 // first ids if that is null. Grammars and a seed's noise refer to tokens by id, so they are applied to logits spread
 // over all ids.
 int choose(const Choosing& c, float* logits, const int64_t* ids, int64_t vocab, int position, int place, int64_t* token) {
   const Sampling& sampling = *c.sampling;
-  if (!vocab) return DROP;
+  if (!vocab) return ended_unasked(c, position);
   if (ids && (c.masker.ask || sampling.seeded)) {
     float* all = scratch<float, 51>(c.known);
     std::fill_n(all, c.known, -INFINITY);
@@ -87,9 +96,10 @@ int choose(const Choosing& c, float* logits, const int64_t* ids, int64_t vocab, 
   }
   if (c.masker.ask) {
     const uint32_t* allowed = nullptr;
-    if (!c.masker.ask(c.masker.whom, token - position, position, &allowed)) return DROP;
+    if (!c.masker.ask(c.masker.whom, token - position, position, &allowed)) return ended_unasked(c, position);
     if (allowed) leave_out(allowed, logits, vocab);
-    if (largest(logits, vocab) == -INFINITY) return DROP;  // all allowed tokens are outside the draft's vocabulary
+    // All allowed tokens may be outside the draft's vocabulary.
+    if (largest(logits, vocab) == -INFINITY) return ended_unasked(c, position);
   }
   float* row = sampling.greedy ? nullptr : sampling.seeded || ids ? scratch<float, 14>(vocab) : c.probs + position * vocab;
   if (row) probabilities(sampling.cuts, logits, row, 1, vocab);
