@@ -6,6 +6,7 @@ import random
 
 import pytest
 from test_control import TABLE, Clock, World
+from test_control_shared import Place, Shared, always
 
 from adaptive.control.acceptance import Acceptance
 from adaptive.control.costs import LONGEST
@@ -81,3 +82,34 @@ def test_answers_under_way_beside_others_begin_anew_with_a_swapped_draft() -> No
     assert beside.estimate()[0] < 0.1
     known.swapped([0.8] * LONGEST)
     assert beside.estimate()[0] > 0.7
+
+
+class LateShared(Shared):
+    """The same for answers that share rounds: all of them wait for each proposal that does not come."""
+
+    late = 0.5
+
+    def round(self, place: Place) -> list[int]:
+        found, waited = [], 0.0
+        for answer in self.answers:
+            length = answer.lead([], answer.next_length(1000, self.number, 0), 1000).model
+            accepted = 0
+            if length and self.dice.random() < self.late:
+                found.append((answer, 0, 0, WAIT))
+            else:
+                while accepted < length and self.dice.random() < place(self.dice)[1]:
+                    accepted += 1
+                found.append((answer, length, accepted, self.table.draft_s * length))
+            waited += found[-1][3]
+        pass_s = 1 + 0.03 * (sum(1 + drafted for _, drafted, *_ in found) - 1)
+        for answer, drafted, accepted, draft_s in found:
+            answer.observe(Round("model" if drafted else "none", drafted, accepted, draft_s, pass_s / self.number))
+            self.tokens += 1 + accepted
+        self.seconds += waited + pass_s + self.number * self.table.overhead_s
+        return []
+
+
+def test_all_answers_wait_for_a_proposal_that_does_not_come() -> None:
+    shared = LateShared(GoodputLength(TABLE, attentive=False), 3)
+    shared.rounds(1500, always(0.5, 0.6))
+    assert shared.speed_up > 0.95

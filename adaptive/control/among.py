@@ -32,6 +32,7 @@ from adaptive.control.policy import Adviser, Beside, Lead, Scope
 from adaptive.control.prices import best_length, pays, prices
 from adaptive.control.stopping import Stopping
 from adaptive.control.tries import BUDGET, DEBT, FEW_WAITING, SHARE, tokens_left
+from adaptive.records.stats import asked
 from adaptive.types import Round
 
 # Rounds of an answer after which its draft length is updated.
@@ -173,6 +174,7 @@ class GoodputBeside(Beside):
         self._acceptance = known.acceptance.beside(scope.session, scope.drafter, scope.temperature)
         self._stopping = Stopping(known.longest)
         self._answers = self._age = self._limit = 0
+        self._asks = 0  # tokens that the draft may propose in the current round
         self._tokens, self._trying = 0, False  # tokens of this answer; whether a try is under way
         self._drafting = Drafting()
         self._share = 1.0  # ratio of an answer's draft time to a lone draft's
@@ -192,6 +194,10 @@ class GoodputBeside(Beside):
 
     def next_length(self, limit: int, answers: int, waiting: int = 0) -> int:
         """See ``Beside``."""
+        self._asks = self._next_length(limit, answers, waiting)
+        return self._asks
+
+    def _next_length(self, limit: int, answers: int, waiting: int) -> int:
         self._limit = limit
         if answers != self._answers or not self._age:
             self._decide(answers)
@@ -289,9 +295,11 @@ class GoodputBeside(Beside):
         self._tokens += 1 + outcome.accepted
 
     def _draft_s(self, outcome: Round) -> float:
-        """An answer's share of the seconds of its draft, whose tokens may all have been dropped."""
-        steps = self.steps or outcome.drafted
-        return self._share * self._known.costs.draft(steps) if steps else 0.0
+        """An answer's share of the seconds of its draft, whose tokens may all have been dropped; of a draft on another
+        machine that came too late, the seconds for which all answers waited."""
+        if steps := self.steps or outcome.drafted:
+            return self._share * self._known.costs.draft(steps)
+        return outcome.draft_s if self._asks and not self._known.attentive and asked(outcome) else 0.0
 
 
 class BesideWithHistory(GoodputBeside):
