@@ -411,7 +411,7 @@ def put_through(policy: LengthPolicy, outcomes: list[tuple[int, int, float, floa
         policy.observe(Round("model", drafted, min(accepted, drafted), draft_s, verify_s))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(OUTCOMES, st.booleans(), st.booleans())
 def test_no_sequence_of_outcomes_ends_exploration_or_breaks_a_limit(
     outcomes: list[tuple[int, int, float, float, float, int, int]], attentive: bool, measured: bool

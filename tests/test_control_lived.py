@@ -94,6 +94,7 @@ def drafted_share(world: World, acceptance: list[float], rounds: int) -> float:
     return sum(world.round(acceptance).drafted > 0 for _ in range(rounds)) / rounds
 
 
+@pytest.mark.thorough
 def test_rounds_that_wait_for_a_core_count_by_their_mean() -> None:
     """A plain step usually takes 1 second and a drafted round 2.2 for 1.8 tokens, so that drafting loses.
 

@@ -25,6 +25,7 @@ from adaptive.pair import pair_identity
 from adaptive.records.writer import LogWriter
 from adaptive.settings import load_settings
 from checkpoints.store import AdapterStore
+from cli import service
 
 EXAMPLES = [
     line.strip().removeprefix("Example: ")
@@ -108,6 +109,7 @@ def here(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     monkeypatch.setenv("ADAPTIVE_HOME", str(folder / "home"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
     monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setattr(service, "LOOKED_AFTER_S", 0.0)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv(
         "PATH", os.pathsep.join((str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]))

@@ -91,7 +91,8 @@ def test_a_skip_that_leaves_nothing_is_refused(models: tuple[str, ...], file: Pa
 
 
 @posix
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.thorough), signal.SIGKILL])
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_distill_asks_only_what_has_no_answer_yet(
     models: tuple[str, ...], file: Path, tmp_path: Path, own_home: Path, adaptive: Command, number: signal.Signals
 ) -> None:

@@ -95,6 +95,7 @@ def test_the_end_waits_for_caches_only_so_long_and_first_keeps_what_is_small(
     assert len(list(state.caches.glob("*.safetensors"))) == (how == "whole")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(kernels.library() is None, reason="one answer at a time without the kernels")
 def test_no_answer_waits_while_the_kept_cache_of_another_is_read(
     own_home: Path, monkeypatch: pytest.MonkeyPatch

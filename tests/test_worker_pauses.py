@@ -123,6 +123,7 @@ main()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux stops the process at once")
 def test_a_worker_that_stands_still_reads_no_log_so_a_purge_succeeds(taught: Taught) -> None:
     command = [sys.executable, "-c", SLOW_READS]
