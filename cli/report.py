@@ -51,7 +51,8 @@ def write_report(overview: Overview, pair: str, by: By, file: Path) -> None:
 
 
 def _replace(place: Path, page: str) -> None:
-    """Write a private file (0600) whole; an earlier one stays until then. Raises OSError."""
+    """Write a private file (0600) whole; an earlier one stays until then. No lock file is left in the user's folder, as
+    ``files.replace_text`` needs one. Raises OSError."""
     descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
     try:
         with open(descriptor, "w", encoding="utf-8") as out:

@@ -60,6 +60,15 @@ def models() -> tuple[TransformersEngine, HeadEngine]:
     return target, HeadEngine(head, target)
 
 
+def fused_head(target: TransformersEngine, head: HeadEngine) -> Any:
+    """A sequence of the head whose whole proposals are one call of the kernels; skips the test without these."""
+    _, found = sequences(target, head)
+    assert found is not None
+    if found.fused is None:
+        pytest.skip("the kernels were not built, or this processor has other instructions")
+    return found
+
+
 def few_of(folder: Path, target: Path, ids: torch.Tensor) -> Path:
     """Give the head in ``folder`` the draft vocabulary ``ids``, in place."""
     head = Head.read(folder, parts_of_folder(target), torch.float32)
@@ -150,10 +159,7 @@ def test_a_swap_within_an_answer_to_fewer_tokens_and_back_changes_no_token_of_it
 def test_a_proposal_is_within_the_vocabulary_and_what_a_grammar_allows(
     models: tuple[TransformersEngine, HeadEngine],
 ) -> None:
-    _, head = sequences(*models)
-    assert head is not None
-    if head.fused is None:
-        pytest.skip("the kernels were not built, or this processor has other instructions")
+    head = fused_head(*models)
     allowed = np.zeros(1, np.uint32)
     uniform = [0.3, 0.999, 0.6]
     for params, numbers in (
@@ -179,10 +185,7 @@ def test_a_draft_that_no_allowed_token_begins_is_counted_with_the_others(
     models: tuple[TransformersEngine, HeadEngine],
 ) -> None:
     """Else the confidences of each draft after it would be taken for those of the one before."""
-    _, head = sequences(*models)
-    assert head is not None
-    if head.fused is None:
-        pytest.skip("the kernels were not built, or this processor has other instructions")
+    head = fused_head(*models)
     stopping, allowed = Stopping(4, 8), np.zeros(1, np.uint32)
     stopping.exactly(3)
     for tokens in (FEW, sorted(set(range(VOCAB)) - set(FEW)), FEW):

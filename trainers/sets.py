@@ -95,8 +95,8 @@ def gather(
     """
 
     def read(until: int) -> Sets:
-        read = partial(_read, log, extra, in_use, recipe, longest, spool, should_stop, until)
-        return processes.in_all(read, Stopped)
+        one = partial(_read, log, extra, in_use, recipe, longest, spool, should_stop, until)
+        return processes.in_all(one, Stopped)
 
     made_of = (recipe.to_json(), base.weights, in_use.id if in_use else None)
     begun_with = kept.last_id() if kept else None

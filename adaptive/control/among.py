@@ -174,7 +174,7 @@ class GoodputBeside(Beside):
         self._acceptance = known.acceptance.beside(scope.session, scope.drafter, scope.temperature)
         self._stopping = Stopping(known.longest)
         self._answers = self._age = self._limit = 0
-        self._asks = 0  # tokens that the draft may propose in the current round
+        self._length = 0  # tokens that the draft may propose in the current round
         self._tokens, self._trying = 0, False  # tokens of this answer; whether a try is under way
         self._drafting = Drafting()
         self._share = 1.0  # ratio of an answer's draft time to a lone draft's
@@ -194,8 +194,8 @@ class GoodputBeside(Beside):
 
     def next_length(self, limit: int, answers: int, waiting: int = 0) -> int:
         """See ``Beside``."""
-        self._asks = self._next_length(limit, answers, waiting)
-        return self._asks
+        self._length = self._next_length(limit, answers, waiting)
+        return self._length
 
     def _next_length(self, limit: int, answers: int, waiting: int) -> int:
         self._limit = limit
@@ -299,7 +299,7 @@ class GoodputBeside(Beside):
         machine that came too late, the seconds for which all answers waited."""
         if steps := self.steps or outcome.drafted:
             return self._share * self._known.costs.draft(steps)
-        return outcome.draft_s if self._asks and not self._known.attentive and asked(outcome) else 0.0
+        return outcome.draft_s if self._length and not self._known.attentive and asked(outcome) else 0.0
 
 
 class BesideWithHistory(GoodputBeside):

@@ -361,7 +361,11 @@ class GoodputLength(LengthPolicy):
         if apart:
             return
         longer = self.longer if own.drafted else 1.0  # a round whose draft was dropped takes a plain step's time
-        self._brought(1 + own.accepted, longer * seconds / costs.speed)
+        if self.recent.observe(1 + own.accepted, longer * seconds / costs.speed):
+            self.acceptance.changed()
+            self.calibration.changed()
+            self.age = 0
+            self.batch.restart()
         if on_trial and tried:
             return
         if not tried and not self.speculating:  # a round of a block; blocks have their own share of the time
@@ -375,14 +379,6 @@ class GoodputLength(LengthPolicy):
             self.tries.made += 1
         worth = self._worth(tokens, 1 + own.accepted)
         self.tries.spend(worth, seconds / self.plain_s, catching_up / self.plain_s)
-
-    def _brought(self, tokens: int, seconds: float) -> None:
-        """Add a round to the rate of speculation."""
-        if self.recent.observe(tokens, seconds):
-            self.acceptance.changed()
-            self.calibration.changed()
-            self.age = 0
-            self.batch.restart()
 
     def machine(self, busy: bool) -> None:
         """Switch to the costs of the machine with or without other programs (``busy``), which are kept separately. The
