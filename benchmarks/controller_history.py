@@ -266,7 +266,7 @@ def _replay_one(
         committed = committed + said
         logged.rollback(held + accepted)
         if grafting is not None and most is not None:
-            grafting.observe(outcome, said)
+            grafting.observe(said)
         if outcome.drafter in FREE:
             policy.passed(outcome)
         else:

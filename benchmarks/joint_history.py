@@ -89,7 +89,7 @@ class Answer:
         self.committed = self.committed + said
         self.logged.rollback(held + accepted)
         if self.grafting is not None and self.looked:
-            self.grafting.observe(outcome, said)
+            self.grafting.observe(said)
         (self.beside.passed if who in FREE else self.beside.observe)(outcome)
         return len(said)
 

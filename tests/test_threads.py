@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from accounts import Accounts
@@ -14,6 +16,7 @@ from spinning import spinning
 from adaptive.engines.threads import OwnClock, ThreadChoice, WorkClock
 
 Seconds = Callable[[int], float]
+shared_cores = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be chosen here")
 
 
 def passes(choice: ThreadChoice, count: int, seconds: Seconds, tokens: int = 1) -> list[int]:
@@ -284,32 +287,57 @@ def test_what_trials_take_longer_is_not_counted_as_what_passes_cost() -> None:
     assert clock() == pytest.approx(before - 1000.0, abs=100.0)
 
 
-def test_the_own_clock_is_the_threads_own_time_beside_other_programs() -> None:
+@contextlib.contextmanager
+def on_a_shared_core() -> Iterator[None]:
+    """Give this thread one core, which another program uses as well."""
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(mine)})
+    try:
+        with spinning(1):  # on the same core, which a process inherits
+            yield
+    finally:
+        os.sched_setaffinity(0, mine)
+
+
+def work(seconds: float, at_each: Callable[[], object]) -> None:
+    """Compute for some wall-clock seconds, calling ``at_each`` a few times each millisecond."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        sum(range(5_000))
+        at_each()
+
+
+@shared_cores
+@pytest.mark.parametrize("counted", [True, False], ids=["kernel counts", "kernel does not count"])
+def test_the_own_clock_is_the_threads_own_time_beside_other_programs(
+    counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not counted:
+        monkeypatch.setattr("adaptive.engines.threads.waited", lambda: None)
     clock = OwnClock()
-    with spinning(2):
-        began, own, steps = time.perf_counter(), (time.thread_time(), clock()), [clock()]
-        while time.perf_counter() - began < 0.5:
-            sum(range(20_000))
-            steps.append(clock())
-            time.sleep(0.001)
+    with on_a_shared_core():
+        own, steps = (time.thread_time(), clock()), [clock()]
+        work(0.5, lambda: steps.append(clock()))
         expected, seen = time.thread_time() - own[0], clock() - own[1]
     assert steps == sorted(steps)
     assert seen == pytest.approx(expected, abs=0.02)
-    assert seen < 0.5
+    assert seen < 0.45
 
 
+@shared_cores
 def test_the_clock_of_rounds_stands_still_while_others_have_the_core_and_never_jumps() -> None:
     choice = ThreadChoice(2)
     clock = WorkClock(choice, ThreadChoice(0))
-    times = [clock()]
-    for alone in (False, True, False, True):
-        choice.alone = alone
-        times.append(clock())
-        time.sleep(0.05)  # as if another program ran
-        times.append(clock())
+    with on_a_shared_core():
+        times = [clock()]
+        for alone in (False, True, False, True):
+            choice.alone = alone
+            times.append(clock())
+            work(0.2, clock)
+            times.append(clock())
     steps = [after - before for before, after in itertools.pairwise(times)]
     assert all(step >= 0 for step in steps)
-    switched, slept = steps[::2], steps[1::2]
+    switched, worked = steps[::2], steps[1::2]
     assert max(switched) < 1.0  # the two clocks started at different moments
-    assert min(slept[::2]) >= 0.05
-    assert max(slept[1::2]) < 0.04
+    assert min(worked[::2]) >= 0.2
+    assert max(worked[1::2]) < 0.18

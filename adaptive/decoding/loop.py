@@ -270,7 +270,7 @@ class Decoding:
         expected = self._beside.expected
         self._expected.append((1 + verdict.accepted) / expected if expected else 0.0)
         if self._grafting_beside is not None and turn.drafter is self._grafting_beside:
-            self._grafting_beside.observe(outcome, verdict.tokens)
+            self._grafting_beside.observe(verdict.tokens)
         if outcome.drafter in FREE:
             self._beside.passed(outcome)
         else:
@@ -305,9 +305,10 @@ class Decoding:
                 waiting = self.drafter.catch_up(len(self.committed))
             length = policy.next_length(limit, waiting, len(self.committed))
             times, begins = policy.steady, len(self.rounds)
-            room = len(self.committed) + (limit if length else self._left) - length  # where such a round must begin
+            end = len(self.committed) + limit  # the model's tokens must stand before this place
             while True:
-                drafter, most = self._who_drafts(length, self.grafting, len(self.rounds) - begins)
+                most = min(length, max(0, end - len(self.committed)))
+                drafter, most = self._who_drafts(most, self.grafting, len(self.rounds) - begins)
                 self._reserve(most)
                 outcome, verdict, logits = speculative_round(
                     self.target, drafter, self.verifier, self.committed, most, advise, own_clock
@@ -320,9 +321,9 @@ class Decoding:
                 ):
                     times = 0  # report these rounds to the policy at once
                 if self.grafting is not None and drafter is self.grafting:
-                    self.grafting.observe(outcome, verdict.tokens)
+                    self.grafting.observe(verdict.tokens)
                 late = clock() >= until
-                if late or self._ended or times <= 0 or len(self.committed) >= room:
+                if late or self._ended or times <= 0 or (length and len(self.committed) >= end):
                     break
             for outcome in self.rounds[begins:]:
                 if outcome.drafter in FREE:

@@ -9,12 +9,13 @@ drafter. Whether a token is proposed may depend on the tokens before it, never o
 
 from __future__ import annotations
 
+from adaptive.control.matches import ANEW_EVERY
 from adaptive.control.policy import Adviser, Beside, Lead, LengthPolicy
 from adaptive.drafting.history import HistoryDrafter
 from adaptive.drafting.proposal import Proposal, grafted
 from adaptive.drafting.protocol import Drafter, GoesOn, Making, made_together
 from adaptive.tokens import as_list
-from adaptive.types import HISTORY, MODEL, Round
+from adaptive.types import HISTORY, MODEL
 
 
 class Grafting:
@@ -30,9 +31,7 @@ class Grafting:
         self._singly = model is not None and model.name != MODEL  # a head
         self._lead, self._reach, self._limit = Lead(0, 0), list[float](), 0
         self._rests = 0  # rounds left without a lookup
-        # Seconds of this round's lookups, before the round and behind its draft; None without one.
-        self._look_s: float | None = None
-        self._look_behind_s: float | None = None
+        self._learning_s = 0.0  # of learning from rounds, since the last lookup
 
     def plan(self, committed: list[int], length: int, limit: int, passed: int = 0) -> int | None:
         """Look up what may follow ``committed`` and decide what the next round proposes: the policy chose ``length``
@@ -47,7 +46,8 @@ class Grafting:
             began = policy.clock()
             self._reach = history.look(committed)
             lead = policy.lead(self._reach, length, limit, self._singly, passed)
-            self._look_s = policy.clock() - began
+            policy.look_took(policy.clock() - began + self._learning_s)
+            self._learning_s = 0.0
         elif length and policy.worth_looking(behind=True):
             self._reach = history.look_away()
             lead = policy.lead(self._reach, length, limit, self._singly, passed)
@@ -109,25 +109,18 @@ class Grafting:
         most = 0
         if policy.tail_may_pay(drafted, sure):
             most = policy.tail(drafted, sure, self.history.look_behind(committed, tokens), room)
-        self._look_behind_s = policy.clock() - began
+        policy.look_took(policy.clock() - began, behind=True)
         return grafted(draft, self.history.propose_behind(most)) if most else draft
 
-    def observe(self, outcome: Round, said: list[int]) -> None:
-        """Take in a finished round that committed the tokens ``said``. Learning from the lookup counts as part of its
-        time."""
-        policy, before_s, behind_s = self.policy, self._look_s, self._look_behind_s
-        if before_s is None and behind_s is None:
-            self.history.observe(said)
-            return
-        self._look_s = self._look_behind_s = None
-        began = policy.clock()
-        self.history.observe(said)
-        learned_s = policy.clock() - began
-        if before_s is not None:
-            policy.look_took(before_s + learned_s)
-            learned_s = 0.0
-        if behind_s is not None:
-            policy.look_took(behind_s + learned_s, behind=True)
+    def observe(self, said: list[int]) -> None:
+        """Take in the tokens ``said`` that a round committed. Rounds are learned from in batches, whose time counts as
+        part of the next lookup's."""
+        history = self.history
+        history.observe(said)
+        if history.unlearned >= ANEW_EVERY:
+            began = self.policy.clock()
+            history.settle()
+            self._learning_s += self.policy.clock() - began
 
     def limit(self, committed: int) -> int:
         """As of the model."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from typing import Any, NamedTuple
 
-from adaptive.control.matches import ANEW_EVERY, KEEP, PRIORS, Bins, Matches
+from adaptive.control.matches import KEEP, PRIORS, Bins, Matches
 from adaptive.control.policy import Adviser
 from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.protocol import WithoutForward
@@ -190,11 +190,14 @@ class HistoryDrafter(WithoutForward):
 
     def observe(self, said: list[int]) -> None:
         """Take in the tokens ``said`` that a round with a lookup committed, whichever drafter proposed them. They are
-        learned from in batches: a pass of the models evicts this code from the processor's caches."""
+        learned from by ``settle``, in batches: a pass of the models evicts its code from the processor's caches."""
         if self._found.tokens or self._behind.tokens:
             self._outcomes.append(Outcome(self._found, self._agreed, self._behind, self._draft, said))
-            if len(self._outcomes) >= ANEW_EVERY:
-                self.settle()
+
+    @property
+    def unlearned(self) -> int:
+        """The number of rounds that were observed and not learned from yet."""
+        return len(self._outcomes)
 
     def settle(self) -> None:
         """Learn from all rounds observed since the last time."""

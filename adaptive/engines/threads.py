@@ -25,6 +25,7 @@ well. So the time of good passes on all threads is evidence against one thread, 
 from __future__ import annotations
 
 import enum
+import os
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -318,13 +319,16 @@ class WorkClock:
 
 
 class OwnClock:
-    """The processor time of the calling thread, in seconds. Only one thread may read it.
+    """Seconds without those in which the calling thread was ready to run while other programs had the cores. Only one
+    thread may read it.
 
-    It equals ``time.thread_time``, but reads that clock only after a context switch of the thread, which ``getrusage``
-    reports (Linux). Between two switches the thread never leaves its core, so the wall clock advances by the same.
-    ``time.thread_time`` makes the scheduler update its accounts, and a program with a higher claim to the core then
-    gets it at once instead of at the next tick: beside programs of a higher priority, a thread that read it every half
-    millisecond got a quarter less done.
+    The kernel counts these seconds (``waited``). They change with a context switch of the thread, which ``getrusage``
+    reports; between two switches the clock advances like the wall clock. If the kernel does not count them, the clock
+    is the thread's processor time, which also stands still while the thread sleeps.
+
+    Processor time is the second choice because reading it makes the scheduler update its accounts, and a program with a
+    higher claim to the core then gets it at once instead of at the next tick. Beside programs of a higher priority, a
+    thread that read it every half millisecond got a quarter less done, and one that read it after context switches 5%.
     """
 
     def __init__(self) -> None:
@@ -340,6 +344,20 @@ class OwnClock:
         switches = usage.ru_nvcsw + usage.ru_nivcsw
         now = time.perf_counter()
         if switches != self._switches:
-            self._switches, self._ahead = switches, time.thread_time() - now
+            lost = waited()
+            self._switches, self._ahead = switches, time.thread_time() - now if lost is None else -lost
         self._latest = max(self._latest, now + self._ahead)  # a switch between the two reads must not set it back
         return self._latest
+
+
+def waited() -> float | None:
+    """Seconds in which the calling thread was ready to run without a core; None if the system does not count them."""
+    try:
+        file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        try:
+            ran, ready, _ = map(int, os.read(file, 64).split())
+        finally:
+            os.close(file)
+    except (OSError, ValueError):
+        return None
+    return ready * 1e-9 if ran else None  # all are 0 if the kernel's accounts of them are turned off
