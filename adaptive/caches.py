@@ -16,7 +16,7 @@ from pathlib import Path
 
 from adaptive.engines.protocol import Engine, Memory, draft_sequence, sequences
 from adaptive.engines.protocol import Sequence as EngineSequence
-from adaptive.errors import AdaptiveError, first_line
+from adaptive.errors import AdaptiveError, NoMemoryError, first_line
 from adaptive.kept import LEAST, Kept, KeptCaches, Tensors
 from adaptive.types import Message
 
@@ -252,6 +252,12 @@ class Conversations:
         if self._files is not None:
             self._files.forget()
 
+    def free_idle(self) -> None:
+        """Free the caches of all conversations that are not under way, after memory has run out."""
+        for conversation in self._kept:
+            if not conversation.under_way:
+                conversation.forget()
+
     def keep(self, wanted: Callable[[], bool] = lambda: False, every: bool = False) -> bool:
         """Write to disk the first conversation found whose cache is not there yet, or ``every`` such one. Returns
         whether there was any. Ends soon after ``wanted`` returns True, without the file that it was writing. If the
@@ -289,7 +295,7 @@ class Conversations:
                 if not sequence.memory.total:  # allocated by the first pass; a head reads states of the target's
                     sequence.extend([0, 0][number:], 1)
         except RuntimeError as error:
-            raise AdaptiveError(f"there is no memory for the caches of an answer ({first_line(error)})") from error
+            raise NoMemoryError(f"there is no memory for the caches of an answer ({first_line(error)})") from error
         return max(1, -(-found.nbytes // length))
 
     def forget_drafts(self) -> None:

@@ -103,10 +103,15 @@ class Drafts:
         self._chance = random.SystemRandom()
 
     def use_adapter(self, name: str | None, folder: Path | None) -> None:
-        """Draft with another adapter, and drop all caches, which other weights computed. Raises AdaptiveError."""
-        self.engine.apply_adapter(folder)
-        self.adapter, self.latest = name, None
+        """Draft with another adapter, and drop all caches, which other weights computed. Raises AdaptiveError: the
+        adapter before stays in use, or none if the new one could not be merged."""
+        steps = self.engine.swap_adapter(folder)
+        next(steps, None)  # reads and checks it; nothing has changed if this raises
+        self.adapter = self.latest = None
         self._held.clear()
+        for _ in steps:
+            pass
+        self.adapter = name
 
     def answer(self, asked: Asked, origin: Origin | None = None) -> bytes:
         """The requested proposal as a response body, which names its ``origin``. Raises UnknownError if the server
@@ -148,7 +153,7 @@ class Drafts:
         return self.latest is not None and self.latest.step()
 
     def _conversation(self, asked: Asked) -> Held:
-        self._forget_idle()
+        self._forget_idle(asked.conversation not in self._held)
         held = self._held.pop(asked.conversation, None)
         if held is None:
             held = Held(self.engine.sequence())
@@ -158,13 +163,13 @@ class Drafts:
             raise UnknownError
         return held
 
-    def _forget_idle(self) -> None:
-        """Forget conversations that were unused for long, or for which there is no room."""
+    def _forget_idle(self, one_more: bool) -> None:
+        """Forget conversations that were unused for long, or without room, perhaps beside ``one_more``."""
         now = time.monotonic()
         while self._held:
             oldest = next(iter(self._held.values()))
             total = sum(held.memory for held in self._held.values())
-            many = len(self._held) > 1 and (len(self._held) > MOST or total > self._cache_bytes)
+            many = len(self._held) > 1 and (len(self._held) + one_more > MOST or total > self._cache_bytes)
             if now - oldest.used < IDLE_S and not many:
                 return
             self._held.popitem(last=False)

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from adaptive.engines.protocol import KeepsCaches
 from adaptive.engines.protocol import Sequence as EngineSequence
-from adaptive.errors import AdaptiveError, true_error
+from adaptive.errors import AdaptiveError, out_of_memory, true_error
 from checkpoints import files
 
 logger = logging.getLogger("adaptive")
@@ -40,7 +40,7 @@ PIECE = 4 << 20
 # The names of the numbers' types in a file.
 TYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32"}
 # Exceptions from reading a file that is truncated, was written by another program, or is not readable.
-UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AdaptiveError)
+UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, MemoryError, AdaptiveError)
 DAY_S = 86400.0
 Tensors: TypeAlias = dict[str, torch.Tensor]
 
@@ -113,7 +113,8 @@ class KeptCaches:
         except UNREADABLE as error:
             logger.warning("a kept cache is not used: %s", str(error).splitlines()[0] if str(error) else error)
             sequence.rollback(0)
-            if not isinstance(error, OSError) or not kept.path.exists():
+            passes = isinstance(error, OSError) or out_of_memory(error)
+            if not passes or not kept.path.exists():
                 self._drop(kept)
             return False
 

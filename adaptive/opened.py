@@ -128,12 +128,16 @@ def opened(
 
 
 def _kept_caches(settings: Settings, pair: Pair, state: PairState, warn: Callable[[str], None]) -> KeptCaches | None:
-    """The store for caches of conversations on disk; None, with a warning, if the target's cannot be stored."""
+    """The store for caches of conversations on disk; None, with a warning, if there can be none."""
     target = pair.target
     if not isinstance(target, KeepsCaches) or not target.cache_layout or target.sequence().memory.states:
         warn("keep_caches: the caches of this model cannot be kept on disk; only our own forward's can")
         return None
-    return KeptCaches(state.caches, settings.keep_caches, target, settings.keep_days)
+    try:
+        return KeptCaches(state.caches, settings.keep_caches, target, settings.keep_days)
+    except OSError as error:
+        warn(f"keep_caches: no cache is kept on disk now ({error})")
+        return None
 
 
 def _keep_caches(conversations: Conversations, hurry: threading.Event) -> None:

@@ -226,12 +226,14 @@ class TimedRounds:
             next(steps)  # the prompt's token
             while not ended:
                 self._hold(1 if self._choices else None)
-                before = now = clock()
-                while not ended and now - before < SETTLING_S:  # a step alone, after other work, takes longer
-                    ended = next(steps, None) is None
-                    now = clock()
-                spent += now - before
-                self._hold(None)
+                try:
+                    before = now = clock()
+                    while not ended and now - before < SETTLING_S:  # a step alone, after other work, takes longer
+                        ended = next(steps, None) is None
+                        now = clock()
+                    spent += now - before
+                finally:
+                    self._hold(None)
                 yield
             spent -= sum(outcome.draft_s + outcome.verify_s for outcome in plain.rounds)
             found.append(max(0.0, spent) / max(1, len(plain.rounds)))

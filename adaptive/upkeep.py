@@ -67,7 +67,7 @@ class Upkeep:
 
     def swapped(self) -> None:
         """After a change of adapter: measure costs again at the next quiet moment."""
-        self.due = self._measures
+        self.due, self._running = self._measures, None  # half of a measurement would be of before
         self._not_before, self._pause = 0.0, AGAIN_S
 
     def idle(self, wanted: Callable[[], bool]) -> None:

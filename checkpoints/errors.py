@@ -13,6 +13,10 @@ class AdaptiveError(Exception):
     """An error that the user can correct. The command line prints its text on one line and exits with 2."""
 
 
+class NoMemoryError(AdaptiveError):
+    """There is no memory for what was asked, on the machine or on the device of a model."""
+
+
 class ContextFullError(AdaptiveError):
     """A conversation or text is longer than the model's context."""
 
@@ -28,6 +32,11 @@ def true_error(error: BaseException) -> BaseException:
             return OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), path)  # the reason has passed
     except OSError as reason:
         return reason
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether this error means that memory has run out; torch has an exception of its own for that of a device."""
+    return isinstance(error, MemoryError | NoMemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 def first_line(error: BaseException) -> str:

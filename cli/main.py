@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, first_line, out_of_memory
 from adaptive.printable import printable
 from cli import (
     adapters,
@@ -149,6 +149,11 @@ def _run() -> None:
         if debug or not (said := _missing(error)):
             raise
         typer.echo(f"adaptive: {said}", err=True)
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if debug or not out_of_memory(error):
+            raise
+        typer.echo(printable(f"adaptive: memory has run out: {first_line(error)}"), err=True)
         sys.exit(2)
     except OSError as error:  # a path that may not be looked at, a current folder that is gone
         if debug or isinstance(error, BrokenPipeError):

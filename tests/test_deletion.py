@@ -21,7 +21,7 @@ from adaptive.pair import load_pair, pair_identity
 from adaptive.records.deletion import begun, delete_answers, finish
 from adaptive.records.features import Features, FeatureSpool
 from adaptive.records.log import Log
-from adaptive.records.recover import overwrite_and_remove, remove_deleted
+from adaptive.records.recover import forget_set_aside, overwrite_and_remove, remove_deleted
 from adaptive.records.retention import BATCH
 from adaptive.records.writer import LogWriter
 from adaptive.settings import load_settings
@@ -182,3 +182,27 @@ def test_a_file_whose_overwriting_was_killed_is_overwritten_later(tmp_path: Path
     assert not same.read_bytes().strip(b"\0")
     assert not list(file.parent.iterdir())
     overwrite_and_remove(file)  # of nothing
+
+
+@posix
+def test_damage_after_a_deletion_of_the_whole_log_does_not_delete_what_came_later(tmp_path: Path) -> None:
+    state = open_state(tmp_path, "pair")
+    filled(state)
+    kill_while_deleting(state, "records", "all")
+    with LogWriter(state.records) as writer:
+        writer.write(generation(session="new"))
+    with state.records.open("r+b") as file:
+        file.write(b"no database")
+    assert "cannot be finished now" in str(finish(state))
+    with LogWriter(state.records), Log(state.records) as log:  # replaces the damaged file
+        assert "new" in {one.generation.session for one in log.generations()}
+    assert finish(state) is None
+    assert SECRET.encode() not in on_disk(state)
+    with Log(state.records) as log:
+        assert [one.generation.session for one in log.generations()] == ["new"]
+
+
+def test_what_is_left_of_an_overwriting_goes_with_the_next_old_log(tmp_path: Path) -> None:
+    (tmp_path / ".deleted-1").write_text(SECRET, encoding="utf-8")
+    assert forget_set_aside(tmp_path / "records.db", time.time()) == 0
+    assert not list(tmp_path.iterdir())

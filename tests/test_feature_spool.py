@@ -308,3 +308,17 @@ def test_a_kill_in_the_middle_of_a_write_leaves_whole_files(tmp_path: Path) -> N
 @pytest.mark.long
 def test_twenty_kills_leave_whole_files(tmp_path: Path) -> None:
     kill_while_writing(tmp_path, 20)
+
+
+def test_a_sweep_gives_way_and_goes_on_later(tmp_path: Path) -> None:
+    path = tmp_path / "records.db"
+    spool = filled(path, 6)
+    looks = iter([False, False, True])
+    with contextlib.closing(connect(path)) as connection:
+        connection.execute("DELETE FROM generations WHERE id != 3")
+        assert spool.sweep(connection, lambda: next(looks)) == 5
+        assert (spool.unswept, spool.ids()) == (True, [3])
+        assert len(list(spool.folder.iterdir())) == 1 + 3
+        assert spool.sweep(connection) == 0
+    assert not spool.unswept
+    assert [file.name for file in spool.folder.iterdir()] == ["3.safetensors"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import shutil
 import sqlite3
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,9 +19,10 @@ from records_factory import generation, same
 
 from adaptive.errors import AdaptiveError
 from adaptive.records import check as checking
+from adaptive.records import recover
 from adaptive.records.check import Repairs, check, repair
 from adaptive.records.log import Log
-from adaptive.records.recover import open_for_writing
+from adaptive.records.recover import forget_set_aside, open_for_writing
 from adaptive.records.schema import connect
 from adaptive.records.writer import LogWriter
 from adaptive.types import Generation
@@ -265,3 +268,50 @@ def test_a_log_that_is_moved_away_is_noticed_by_whoever_has_it_open(
     assert sqlite3.connect(path).execute("PRAGMA integrity_check").fetchone() == ("ok",)
     assert sorted(whole(path)) == [COUNT + 2]
     assert sorted(whole(away / "records.db")) == list(range(1, COUNT + 2))  # the moved log is complete
+
+
+def test_a_log_with_a_second_name_is_not_overwritten_with_it(path: Path) -> None:
+    """As a process leaves it that is killed after it has set the damaged log aside, and before it has replaced it."""
+    aside = path.with_name("records.db.damaged")
+    os.link(path, aside)
+    assert forget_set_aside(path, time.time() + 1) == 1
+    assert not aside.exists()
+    assert len(whole(path)) == COUNT
+
+
+def test_a_writer_starts_on_a_damaged_log_that_the_disk_has_no_room_to_replace(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_header(path)
+
+    def full(*_: object) -> int:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(recover, "_rebuild_unchanged", full)
+        writer = LogWriter(path, retry_s=0.05)
+        writer.write(said(COUNT + 1))
+        assert not writer.flush()
+        assert "free some disk space" in str(writer.problem)
+    assert writer.flush()
+    assert writer.close()
+    assert COUNT + 1 in whole(path)
+
+
+def test_a_reader_that_opens_a_log_while_it_is_replaced_reads_the_new_one(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = tmp_path / "new.db"
+    with LogWriter(new) as writer:
+        writer.write(said(1))
+
+    def connected(place: Path) -> sqlite3.Connection:
+        connection = connect(place)
+        connection.execute("SELECT count(*) FROM generations").fetchone()
+        if new.exists():
+            new.replace(path)
+        return connection
+
+    monkeypatch.setattr("adaptive.records.log.connect", connected)
+    with Log(path) as log:
+        assert log.count() == 1

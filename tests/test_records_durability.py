@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from records_factory import generation, same, start
@@ -276,3 +277,22 @@ def test_closing_is_final(tmp_path: Path) -> None:
     assert writer.close()
     with pytest.raises(RuntimeError, match="closed"):
         writer.write(generation())
+
+
+def test_at_the_end_one_that_cannot_be_written_does_not_keep_the_others_from_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, insert = LogWriter(tmp_path / "records.db"), LogWriter._insert
+
+    def inserted(self: LogWriter, waiting: Any) -> int:
+        if waiting.generation.session == "large":
+            raise MemoryError("no room")
+        return insert(self, waiting)
+
+    monkeypatch.setattr(LogWriter, "_insert", inserted)
+    with locked(writer.path, writer):
+        for number, session in enumerate(["large", "a", "b"]):
+            writer.write(generation(number, session=session))
+    assert not writer.close()
+    with Log(writer.path) as log:
+        assert {"a", "b"} <= {one.generation.session for one in log.generations()}

@@ -281,7 +281,8 @@ def _cached(config: Any) -> int:
     from adaptive.engines.hf.kinds import Kinds
 
     if not getattr(config, "is_heterogeneous", False):
-        return Kinds.of(config).attention * _keys_and_values(config)
+        layers = Kinds.of(config).attention
+        return layers * _keys_and_values(config) if layers else 0  # without attention a config may name no heads
     each = zip(layer_kinds(config), config.per_layer_config, strict=True)
     return sum(_keys_and_values(layer) for kind, layer in each if kind in ATTENTION)
 

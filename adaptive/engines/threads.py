@@ -290,10 +290,10 @@ class ThreadChoice:
 class WorkClock:
     """The clock for comparing rounds, in seconds.
 
-    Beside programs that leave a pass only one thread (``ThreadChoice.alone``) it is the processor time of the calling
-    thread. By the wall clock some rounds would then take ten times as long, because they waited for a core, and it is
-    chance whether these are drafted or plain ones. Otherwise it is the wall clock, which is ten times as fast to read
-    and includes the time in which a pass's threads wait for each other.
+    Beside programs that leave a pass only one thread (``ThreadChoice.alone``) it is that thread's own (``OwnClock``).
+    By the wall clock some rounds would then take ten times as long, because they waited for a core, and it is chance
+    whether these are drafted or plain ones. Otherwise it is the wall clock, which is five times as fast to read and
+    includes the time in which a pass's threads wait for each other.
 
     The extra time of trials of another number of threads is left out. For a rarely used draft length every third pass
     may be a trial's: with them it looked 25% more expensive than it is, and so stayed rarely used.

@@ -98,7 +98,9 @@ def _doomed(log: Log, deletions: Iterable[Deletion]) -> tuple[frozenset[int], bo
         return ids, False
     try:
         there = log.ids()
-    except DamagedLogError:  # still, so it is the same file
+    except DamagedLogError:
+        if None not in everything:  # there may be newer records, which the log's recovery will keep
+            raise
         return ids, True
     newest = max((until for until in everything if until is not None), default=0)
     return ids | {number for number in there if number <= newest}, False

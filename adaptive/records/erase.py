@@ -19,7 +19,7 @@ from pathlib import Path
 from adaptive.errors import AdaptiveError
 from adaptive.printable import counted
 from adaptive.records.features import FeatureSpool
-from adaptive.records.recover import overwrite_and_remove, remove_deleted, set_aside_logs
+from adaptive.records.recover import overwrite_and_remove, remove_deleted, remove_set_aside, set_aside_logs
 from adaptive.records.retention import BATCH
 from adaptive.records.schema import DiskFullError, connect, is_disk_full, transaction
 from adaptive.state import PairState
@@ -114,12 +114,14 @@ def erase_beside(state: PairState, everything: bool) -> list[str]:
         with contextlib.closing(connect(state.records)) as connection:
             spool.sweep(connection)
     others = [file for file in (state.training, state.typed) if everything and file.exists()]
-    doomed = set_aside_logs(state.records) + others
+    doomed = set_aside_logs(state.records)
     for file in doomed:
+        remove_set_aside(state.records, file)
+    for file in others:
         overwrite_and_remove(file)
     files.sweep(state.root)
     remove_deleted(state.root)
-    return [file.name for file in doomed]
+    return [file.name for file in doomed + others]
 
 
 @contextmanager

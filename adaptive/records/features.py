@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,6 +95,7 @@ class FeatureSpool:
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder = folder
         self.limit = limit
+        self.unswept = False  # whether ``sweep`` has left files to overwrite
         self._held = 0  # bytes found in the folder by the last scan, plus the bytes written here since
         self._until_look = 0
 
@@ -154,12 +155,14 @@ class FeatureSpool:
         """Bytes of all files."""
         return sum(size for _, size in self._files())
 
-    def sweep(self, connection: sqlite3.Connection) -> int:
+    def sweep(self, connection: sqlite3.Connection, stop: Callable[[], bool] = lambda: False) -> int:
         """Overwrite and remove the features of records that are not in the log (``connection`` is open to it), and
         the files that killed processes left. Returns the number of such records. Raises sqlite3.Error, OSError.
 
-        The files are only renamed while the log is locked, since overwriting thousands of them takes minutes.
+        The files are only renamed while the log is locked, since overwriting thousands of them takes minutes. If
+        ``stop`` returns True, some are left (``unswept``) for the next call.
         """
+        self.unswept = False
         if not self.folder.is_dir():
             return 0
         files.sweep(self.folder)
@@ -167,7 +170,7 @@ class FeatureSpool:
             with transaction(connection):  # so no writer has written a file whose transaction has not ended
                 gone = _not_logged(connection, gone)
                 self._mark_deleted(gone)
-        remove_deleted(self.folder)
+        self.unswept = not remove_deleted(self.folder, stop)
         return len(gone)
 
     def erase(self) -> None:

@@ -433,9 +433,14 @@ class Log:
         if self._file is not None and self._place is not None and not self._place.holds():
             abandon(self._file)  # moved or replaced while it was open
             self._file = None
-        if self._file is None and self.path.exists():
-            self._file, self._place = connect(self.path), Place.of(self.path)
-            self._file.text_factory = readable
+        while self._file is None and self.path.exists():
+            with suppress(FileNotFoundError):  # another process replaces it
+                self._place = Place.of(self.path)
+                self._file = connect(self.path)
+                self._file.text_factory = readable
+                if not self._place.holds():  # so this may be a connection to the old one
+                    abandon(self._file)
+                    self._file = None
         return self._file or _empty()
 
 

@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,27 +139,31 @@ def recover(path: Path) -> str:
     """Set the damaged log aside and start a new one with its readable records. Returns a message, empty if the file is
     sound (another process has just replaced it).
 
-    Raises AdaptiveError if the folder cannot be written, or another program writes to the log for long.
+    Raises AdaptiveError if the folder cannot be written, or another program writes to the log for long; DiskFullError
+    if the disk has no room for the new log.
     """
     with replacing(path):
         found = examine(path)
         if found.wrong is None:
             found.close()
             return ""
-        new = files.unfinished(path.parent)
+        new = None
         try:
+            new = files.unfinished(path.parent)
             with _nobody_writes(path):
                 kept = _rebuild_unchanged(path, new)
                 aside = _set_aside(path)
                 os.replace(new, path)
                 files.flush(path.parent)
         except (OSError, sqlite3.Error) as error:
-            raise AdaptiveError(
+            kind = DiskFullError if is_disk_full(path, error) else AdaptiveError
+            raise kind(
                 f"log {path} is damaged ({found.wrong}) and cannot be replaced ({error}); free some disk space"
             ) from error
         finally:
             found.let_go()
-            files.finished(new)
+            if new is not None:
+                files.finished(new)
     return (
         f"the log was damaged ({found.wrong}): a new one has the {counted(kept, 'record')} that could be read, and the "
         f"damaged file is set aside as {aside.name}"
@@ -384,11 +388,15 @@ def mark_deleted(file: Path) -> Path:
     return file.replace(file.with_name(f"{DELETED}{secrets.token_hex(8)}{ending}"))
 
 
-def remove_deleted(folder: Path) -> None:
-    """Overwrite and remove the files in ``folder`` that were marked, here or by processes that were killed since."""
+def remove_deleted(folder: Path, stop: Callable[[], bool] = lambda: False) -> bool:
+    """Overwrite and remove the files in ``folder`` that were marked, here or by processes that were killed since, until
+    ``stop`` returns True. Returns whether all are removed."""
     for file in folder.glob(f"{DELETED}*"):
+        if stop():
+            return False
         with contextlib.suppress(FileNotFoundError):  # another process removes it
             overwrite_and_remove(file)
+    return True
 
 
 def set_aside_logs(path: Path) -> list[Path]:
@@ -401,8 +409,19 @@ def forget_set_aside(path: Path, before: float) -> int:
     number of files. Raises OSError."""
     old = [file for file in set_aside_logs(path) if file.stat().st_mtime < before]
     for file in old:
-        overwrite_and_remove(file)
+        remove_set_aside(path, file)
+    remove_deleted(path.parent)  # what a process left that was killed here
     return len(old)
+
+
+def remove_set_aside(path: Path, file: Path) -> None:
+    """Overwrite and remove one of ``set_aside_logs``. If it is the log in use under a second name, because a process
+    was killed before it had replaced the log, only the name is removed."""
+    live = path.with_name(path.name + ("-wal" if file.name.endswith("-wal") else ""))
+    if live.exists() and live.samefile(file):
+        file.unlink()
+    else:
+        overwrite_and_remove(file)
 
 
 @dataclass(frozen=True)

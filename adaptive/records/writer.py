@@ -54,6 +54,9 @@ ROOM_S = 5.0
 
 # Longest time, in seconds, that the deletion of old records delays the end of the program; the next start continues it.
 CLOSING_S = 2.0
+# Seconds after the beginning of the end in which waiting generations are still tried, if some fail. A program that
+# locks the log makes each try take ten seconds.
+LAST_TRIES_S = 20.0
 
 # Instructions of SQLite between two looks for waiting generations: less than a millisecond.
 STEPS = 1000
@@ -112,6 +115,7 @@ class LogWriter:
         self._handed = self._settled = 0  # generations given to write(), and those committed or dropped
         self._attempt = self._failed_attempt = 0
         self._urged = self._closing = False
+        self._closing_since = 0.0
         self._failure: str | None = None
         self._loss: str | None = None
         self._connection: sqlite3.Connection | None = None
@@ -197,7 +201,7 @@ class LogWriter:
     def close(self) -> bool:
         """Write the waiting generations, with one last try each, and close. True if everything is in the log."""
         with self._changed:
-            self._closing = True
+            self._closing, self._closing_since = True, time.monotonic()
             self._changed.notify_all()
         self._thread.join()
         atexit.unregister(self.close)
@@ -227,6 +231,8 @@ class LogWriter:
             if not self._conclude(waiting, failure, permanent):
                 break
             self._enforce()
+            if self._spool is not None and self._spool.unswept:
+                self._sweep()
         self._drop_connection()
 
     def _next(self) -> Waiting | None:
@@ -297,7 +303,7 @@ class LogWriter:
             if not self._unfinished:
                 logger.warning("old records cannot be deleted now: %s", error)
             if isinstance(error, sqlite3.Error) and is_damage(error):
-                with contextlib.suppress(AdaptiveError):  # the next generation tries again
+                with contextlib.suppress(AdaptiveError, OSError, sqlite3.Error):  # the next generation tries again
                     self._replace_damaged()
             return
         finally:
@@ -315,7 +321,7 @@ class LogWriter:
         if self._spool is None or self._connection is None:
             return
         try:
-            self._spool.sweep(self._connection)
+            self._spool.sweep(self._connection, self._must_stop)
         except (sqlite3.Error, OSError) as error:
             logger.warning("the features of deleted records cannot be removed now: %s", error)
 
@@ -330,11 +336,11 @@ class LogWriter:
                     self._settled += 1
                 self._changed.notify_all()
                 return True
-            self._pending.put_back(waiting)
             self._failed_attempt = self._attempt
             self._changed.notify_all()
-            if self._closing:
-                return False
+            if self._closing:  # the others may fit, or come after what was in the way of this one
+                return time.monotonic() - self._closing_since < LAST_TRIES_S
+            self._pending.put_back(waiting)
             self._changed.wait_for(lambda: self._urged or self._closing, self._retry_s)
             return True
 

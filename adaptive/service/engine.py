@@ -19,14 +19,13 @@ from adaptive.answering import Answering
 from adaptive.assistant import Assistant
 from adaptive.control.policy import LengthPolicy
 from adaptive.decoding.batch import Batch
-from adaptive.decoding.loop import ANSWER_RESERVE, Decoding
-from adaptive.errors import AdaptiveError, ContextFullError, first_line
-from adaptive.grammar import GrammarError
+from adaptive.decoding.loop import ANSWER_RESERVE
+from adaptive.errors import out_of_memory
 from adaptive.kept import Tensors
 from adaptive.machine import give_memory_back
 from adaptive.pair import Pair
-from adaptive.printable import counted, printable_line
-from adaptive.records.stats import count_rounds, in_words
+from adaptive.printable import printable_line
+from adaptive.service.ending import end, failure, line
 from adaptive.service.jobs import Answer, Done, Failed, FairQueue, Job, NotReadyError, Piece, question
 from adaptive.service.metrics import Metrics
 from adaptive.service.slots import Slot, possible_slots, prepare_slots
@@ -345,6 +344,10 @@ class EngineThread:
             else:
                 self._over(work, Done())
             return
+        if len(self.queue) and any(other.job is job and other is not work for other in self.works):
+            self._over(work, Done())  # the job goes on in its other slots, this one is for those who wait
+            return
+        self._forget_if_asked(assistant)
         work.index, job.begun = job.begun, job.begun + 1
         answering = None
         work.count, work.began = 0, time.perf_counter()  # for ``doing``: to begin may take seconds
@@ -354,8 +357,8 @@ class EngineThread:
         except Exception as error:
             self._batch.could_not_join()
             if answering is not None:
-                _end(assistant, answering)
-            self._over(work, _failure(error))
+                end(assistant, answering)
+            self._failed(assistant, work, error)
             return
         self._batch.join(answering.decoding)
         work.began = work.last = time.perf_counter()
@@ -380,16 +383,22 @@ class EngineThread:
                     job.emit(Piece(work.index, step.text, drafted=step.from_draft))
                 if job.cancelled and step.finish_reason is None:
                     break
-        except Exception as failure:
+        except Exception as problem:
             self._batch.leave(decoding)
-            _end(assistant, answering)
-            self._over(work, _failure(failure))
+            end(assistant, answering)
+            self._failed(assistant, work, problem)
             return
         if decoding.finish_reason is None and not job.cancelled:
             return
         self._batch.leave(decoding)
-        _end(assistant, answering)
+        end(assistant, answering)
         self._told(assistant, work, answering)
+
+    def _failed(self, assistant: Assistant, work: Work, error: Exception) -> None:
+        """End a job with an error. If memory has run out, idle conversations give theirs to the next requests."""
+        if out_of_memory(error):
+            assistant.conversations.free_idle()
+        self._over(work, failure(error))
 
     def _told(self, assistant: Assistant, work: Work, answering: Answering) -> None:
         """Count an ended answer, and send it as soon as it is logged, unless it was cancelled."""
@@ -402,7 +411,7 @@ class EngineThread:
         for adapter, rounds in answering.rounds_by_adapter:
             for listener in self._listeners:
                 listener.answered(adapter, rounds)
-        logger.info("%s: %s", printable_line(ask.owner[:8] or ask.client) or "client", _line(done, how))
+        logger.info("%s: %s", printable_line(ask.owner[:8] or ask.client) or "client", line(done, how))
         work.answering, work.answer = None, None
         if done.finish_reason != "cancelled":
             work.answer = Answer(
@@ -453,40 +462,3 @@ class EngineThread:
         if time.monotonic() - self._trimmed > TRIM_S:
             self._trimmed = time.monotonic()
             give_memory_back()  # else a busy server grows by a tenth within minutes
-
-
-def _end(assistant: Assistant, answering: Answering) -> None:
-    """End an answer. If that fails, as rolling back its caches may where a GPU's memory is full, the other answers go
-    on, and this one is sent all the same."""
-    try:
-        answering.decoding.end()
-    except Exception as error:
-        logger.error("the caches of an answer are dropped: they could not be rolled back (%s)", first_line(error))
-        answering.conversation.forget()
-    try:
-        assistant.end(answering)
-    except Exception as error:
-        logger.error("an answer is not logged", exc_info=error)
-
-
-def _failure(error: Exception) -> Failed:
-    """The event for a request that failed with ``error``."""
-    from adaptive.engines.streamed.packed import unreadable
-
-    if isinstance(error, ContextFullError | GrammarError):
-        return Failed(400, str(error))
-    if isinstance(error, AdaptiveError) or unreadable(error):  # not because of the request: a failed pass, no memory
-        logger.error("%s", error)
-        return Failed(503, str(error))
-    logger.error("a request failed", exc_info=error)
-    return Failed(500, "the server failed on this request; its log says why")
-
-
-def _line(done: Decoding, how: Speculation) -> str:
-    """The line about one answer in the server's log: figures only, no text."""
-    timings = done.timings
-    read, said = counted(timings.prompt_n, "prompt token"), counted(timings.predicted_n, "token")
-    return (
-        f"{read} and {timings.cached_n} cached, {said} at {timings.per_second:.0f}/s, {done.finish_reason}; "
-        f"{how.sentence}; {in_words(count_rounds(done.rounds))}"
-    )

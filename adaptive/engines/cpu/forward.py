@@ -315,7 +315,8 @@ class CpuForward:
         """The number of threads for the next pass, which is over ``count`` tokens."""
         given = torch.get_num_threads()
         chosen = min(given, self.threads.choose(count))
-        return given if count > TIMED and not self.threads.crowded else chosen
+        free = count > TIMED and self.threads.held is None and not self.threads.crowded
+        return given if free else chosen
 
     def took(self, count: int, seconds: float) -> None:
         """Record the time of a pass over ``count`` tokens on the threads that ``threads_for`` returned last."""

@@ -300,7 +300,7 @@ def head_config(target: Any) -> Any:
     )
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == layers and layers > 1:  # one entry a layer
-            setattr(config, name, value[-1:])
+            setattr(config, name, value[-1] if name in (*EXPERTS, *USED) else value[-1:])
     config.num_hidden_layers = 1
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -22,7 +22,7 @@ from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.hf.calls import current_pass
 from adaptive.engines.hf.recurrent import RecurrentLayer, State, States
 from adaptive.engines.protocol import Memory
-from adaptive.errors import AdaptiveError
+from adaptive.errors import NoMemoryError
 from adaptive.tokens import uploaded
 
 # Tokens of which the capacity is a multiple. Too low: the cache grows (and copies) more often. Too high: short chats
@@ -407,10 +407,15 @@ class RollbackCache(Cache):
 
 
 def reserve(cache: CpuCache | RollbackCache, length: int) -> None:
-    """Reserve capacity for ``length`` tokens. Raises AdaptiveError if there is not enough memory."""
+    """Reserve capacity for ``length`` tokens. Raises NoMemoryError if there is not enough memory."""
     try:
         cache.reserve(length)
     except (RuntimeError, MemoryError) as error:
-        raise AdaptiveError(
-            f"there is no memory for the keys and values of {length} tokens; shorten the text or free memory"
-        ) from error
+        raise no_room(length) from error
+
+
+def no_room(length: int) -> NoMemoryError:
+    """The error if there is no memory for a text of ``length`` tokens."""
+    return NoMemoryError(
+        f"there is no memory for the keys and values of {length} tokens; shorten the text or free memory"
+    )

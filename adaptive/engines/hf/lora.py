@@ -121,6 +121,7 @@ class MergedAdapter:
                 hook = _beside(delta, self._weight(name).device)
                 self._hooks[name] = self._modules[name].register_forward_hook(hook)
         except BaseException as error:  # out of memory, or interrupted: never leave a part of an adapter merged
+            self.active = None
             self._tell(unhooked | self._unhook())
             self._merge(self._merged, {})
             if isinstance(error, (RuntimeError, MemoryError)):
@@ -140,8 +141,8 @@ class MergedAdapter:
             self._merged |= {name}  # from here on the weight may differ from the pristine one
             pristine = self._pristine[name].to(weight.device)
             weight.copy_(deltas[name].merged(pristine) if name in deltas else pristine)
+        self._tell(names)  # before a module counts as pristine: packed copies are refreshed here, which may fail
         self._merged -= names - frozenset(deltas)
-        self._tell(names)
 
     def _tell(self, changed: frozenset[str]) -> None:
         for listener in self.listeners if changed else ():
