@@ -169,6 +169,10 @@ class HistoryFirst(FixedLength):
 class ModelFirst(FixedLength):
     """The other precedence: the model's draft of fixed length, and history behind it wherever it finds anything."""
 
+    def worth_looking(self, behind: bool = False) -> bool:
+        """Before every round and behind every draft."""
+        return self.length > 0
+
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
         """Always the model's draft."""
         return Lead(0, length)

@@ -87,6 +87,7 @@ class Answer:
         said = self.logged.text[held : held + accepted + 1]
         outcome = Round(who, len(tokens), min(accepted, len(tokens)), draft_s, verify_s)
         self.committed = self.committed + said
+        self.beside.said += len(said)
         self.logged.rollback(held + accepted)
         if self.grafting is not None and self.looked:
             self.grafting.observe(said)
@@ -126,7 +127,9 @@ def replay(
         policy.shared(rows, share_s * len(under_way))
         clock.now += draft_s + verify_s + costs.overhead_s * len(under_way)
         for answer, (who, tokens) in zip(under_way, said, strict=True):
-            committed += answer.judge(who, tokens, draft_s / max(1, len(drafts)), share_s)
+            count = answer.judge(who, tokens, draft_s / max(1, len(drafts)), share_s)
+            committed += count
+            clock.now += costs.token_s * count
         for answer in [a for a in under_way if len(a.committed) >= len(a.logged.text)]:
             under_way.remove(answer)
             if answer.history is not None:

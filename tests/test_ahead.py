@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -369,23 +371,26 @@ def test_twenty_answers_of_two_hundred_tokens_of_a_streamed_target(
 
 def test_a_worker_does_nothing_once_it_is_stopped_and_outlives_a_failure() -> None:
     worker, steps = Worker(), list[int]()
+    failed, stepped = threading.Event(), threading.Event()
 
     def step() -> bool:
         steps.append(1)
+        stepped.set()
         return True
 
     def fails() -> bool:
+        failed.set()
         raise RuntimeError("no")
 
     worker.go_on(fails)
+    assert failed.wait(30)
     worker.go_on(step)
-    while not steps:
-        pass
-    worker.stop()
+    assert stepped.wait(30)
+    assert worker.stop()
     seen = len(steps)
-    for _ in range(1000):
-        pass
+    time.sleep(0.05)
     assert len(steps) == seen
+    assert not worker.stop()
 
 
 def test_conversations_go_on_behind_what_was_drafted_ahead(streamed: Pair, adaptive: Command) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ from test_ahead import GREEDY, drafter_of
 from test_lossless_sampled import VOCAB
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adaptive.drafting.ahead import ChainAhead, TreeAhead
+from adaptive.drafting.ahead import Beside, ChainAhead, TreeAhead, Worker
 from adaptive.drafting.outcomes import SLICE
 from adaptive.engines.hf.engine import TransformersEngine
 
@@ -60,3 +61,16 @@ def test_a_prompt_that_was_read_in_part_is_read_on_from_there(draft: Transformer
     assert drafter.sequence.length == 2 * SLICE
     proposal = drafter.propose(list(TEXT), 4)
     assert proposal.tokens == drafter_of(kind, draft, GREEDY, VOCAB).drafter.propose(list(TEXT), 4).tokens
+
+
+@pytest.mark.parametrize("kind", [ChainAhead, TreeAhead])
+def test_preparing_passes_does_not_end_the_reading_of_a_prompt(draft: TransformersEngine, kind: Any) -> None:
+    """The loop prepares passes after the reading has begun."""
+    beside = Beside(drafter_of(kind, draft, GREEDY, VOCAB).drafter, Worker())
+    beside.begin(TEXT)
+    beside.prepare(len(TEXT) + 10, None)
+    until = time.monotonic() + 30
+    while beside.drafter.sequence.length < len(TEXT) and time.monotonic() < until:
+        time.sleep(0.01)
+    beside.worker.stop()
+    assert beside.drafter.sequence.length >= len(TEXT)

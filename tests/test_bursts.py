@@ -194,5 +194,6 @@ def test_a_round_that_waits_for_a_processor_is_observed_by_its_work_and_kept_by_
     done = assistant.last
     assert done is not None
     kept = [outcome.draft_s + outcome.verify_s for outcome in done.rounds]
-    assert 0 < sum(policy.observed) < 0.5 * sum(kept)
+    assert sum(policy.observed) > 0
+    assert sum(kept) - sum(policy.observed) > 0.004 * len(kept)
     assert 0.005 * len(kept) < sum(kept) <= done.timings.predicted_s

@@ -272,3 +272,17 @@ def test_earlier_text_is_proposed_where_it_brings_more_than_a_tree() -> None:
     assert policy.lead([0.95] * 16, 128, 3) == Lead(0, 128)
     assert policy.lead([0.5], 0, 100) == Lead(1, 0)  # the draft cannot be used
     assert not policy.worth_looking(behind=True)
+
+
+def test_answers_at_once_try_trees_again_when_none_paid() -> None:
+    """Nobody may be alone for long, and the text or the draft may change."""
+    policy = NodesByCost()
+    for _ in range(60):
+        length = policy.next_length(1000)
+        policy.observe(Round("tree" if length else "none", length, 0, 0.0, 1.0 + 0.1 * length))
+    assert policy._best() == 0
+    beside, lengths = policy.among(Scope("", 0.0)), []
+    for _ in range(30):
+        lengths.append(beside.next_length(1000, 20))
+        beside.observe(Round("tree" if lengths[-1] else "none", lengths[-1], 0, 0.0, 1.0))
+    assert 1 <= sum(length > 0 for length in lengths) <= 4

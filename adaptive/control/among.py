@@ -175,7 +175,7 @@ class GoodputBeside(Beside):
         self._stopping = Stopping(known.longest)
         self._answers = self._age = self._limit = 0
         self._length = 0  # tokens that the draft may propose in the current round
-        self._tokens, self._trying = 0, False  # tokens of this answer; whether a try is under way
+        self._trying = False  # whether a try is under way
         self._drafting = Drafting()
         self._share = 1.0  # ratio of an answer's draft time to a lone draft's
         self.best = 0  # the length with the most tokens per second by acceptance at each position; 0: none pays
@@ -196,6 +196,10 @@ class GoodputBeside(Beside):
         """See ``Beside``."""
         self._length = self._next_length(limit, answers, waiting)
         return self._length
+
+    def reads(self) -> None:
+        """See ``Beside``. The seconds of reading are not those of a draft that came too late."""
+        self._length = 0
 
     def _next_length(self, limit: int, answers: int, waiting: int) -> int:
         self._limit = limit
@@ -230,7 +234,7 @@ class GoodputBeside(Beside):
     def _worth_catching_up(self, waiting: int) -> bool:
         """Whether the rest of the answer will save the time in which the draft reads the ``waiting`` tokens."""
         tokens, seconds = self._round
-        left = tokens_left(self._limit, self._known.answer_tokens, self._tokens)
+        left = tokens_left(self._limit, self._known.answer_tokens, self.said)
         return left * (self._verify[0] - seconds / tokens) > self._known.costs.draft(0, waiting)
 
     def _decide(self, answers: int) -> None:
@@ -277,7 +281,6 @@ class GoodputBeside(Beside):
     def observe(self, outcome: Round) -> None:
         """See ``Beside``. Nothing is learned about the costs of lone rounds."""
         known = self._known
-        self._tokens += 1 + outcome.accepted
         if outcome.drafted:  # at once, because an answer may end after any round
             self._acceptance.observe([outcome])
         if bins := self._stopping.bins_of():
@@ -289,10 +292,6 @@ class GoodputBeside(Beside):
             if self._trying:
                 self._drafting.brought(outcome.accepted)
                 self._trying = False
-
-    def passed(self, outcome: Round) -> None:
-        """See ``Beside``."""
-        self._tokens += 1 + outcome.accepted
 
     def _draft_s(self, outcome: Round) -> float:
         """An answer's share of the seconds of its draft, whose tokens may all have been dropped; of a draft on another
@@ -355,7 +354,6 @@ class BesideWithHistory(GoodputBeside):
 
     def passed(self, outcome: Round) -> None:
         """See ``Beside``."""
-        super().passed(outcome)
         self._went_on(outcome, 0.0)
 
     def _went_on(self, outcome: Round, draft_s: float) -> None:

@@ -51,12 +51,7 @@ class NodesByCost(LengthPolicy):
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """The number of nodes of the next tree."""
-        place = self._best()
-        if self.rounds < len(FIRST_TRIES):
-            place = self._first_try()
-        elif self.rounds % TRY_EVERY == TRY_EVERY - 1:
-            up = self.rounds // TRY_EVERY % 2 == 0
-            place = min(max(place + (1 if up else -1), 1), len(NODES) - 1)
+        place = self._first_try() if self.rounds < len(FIRST_TRIES) else self._next()
         self.expected = self._rate(place)
         return min(NODES[place], limit)
 
@@ -72,6 +67,14 @@ class NodesByCost(LengthPolicy):
 
     def _first_try(self) -> int:
         return NODES.index(FIRST_TRIES[self.rounds % len(FIRST_TRIES)])
+
+    def _next(self) -> int:
+        """The best number, or one of its neighbours, but not 0, if a try is due."""
+        place = self._best()
+        if self.rounds % TRY_EVERY < TRY_EVERY - 1:
+            return place
+        up = self.rounds // TRY_EVERY % 2 == 0
+        return min(max(place + (1 if up else -1), 1), len(NODES) - 1)
 
     def _best(self) -> int:
         return max(range(len(NODES)), key=self._rate)
@@ -145,10 +148,11 @@ class _NodesBeside(Beside):
         self._policy = policy
 
     def next_length(self, limit: int, answers: int, waiting: int = 0) -> int:
-        """The best number of nodes alone, or before any lone round those tried first, divided among the answers."""
+        """The best number of nodes alone with its tries, or before any lone round those tried first, divided among the
+        answers."""
         policy = self._policy
-        place = policy._best() if policy.sums[0] else policy._first_try()
-        return min(limit, NODES[place] // answers)
+        place = policy._next() if policy.sums[0] else policy._first_try()
+        return min(limit, max(1, NODES[place] // answers)) if place else 0
 
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
         """As alone."""

@@ -63,10 +63,12 @@ class Beside:
     """Chooses how many tokens one answer drafts in rounds that it shares with others: one pass of the target verifies
     the proposals of all. This base class drafts nothing.
 
-    ``expected`` is the tokens per second that this answer gets from such rounds; 0 if there is no forecast.
+    ``expected`` is the tokens per second that this answer gets from such rounds; 0 if there is no forecast. The caller
+    keeps ``said``, the answer's tokens so far, up to date.
     """
 
     expected: float = 0.0
+    said: int = 0
     clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     @property
@@ -83,6 +85,9 @@ class Beside:
         """The most tokens that the next round drafts, 0 to ``limit``, if ``answers`` answers share its pass.
         ``waiting`` is the number of committed tokens that the draft has to catch up with."""
         return 0
+
+    def reads(self) -> None:
+        """Note that the draft proposes nothing in this round, because it reads a part of the text that it lacks."""
 
     def worth_looking(self, behind: bool = False) -> bool:
         """See ``LengthPolicy``."""

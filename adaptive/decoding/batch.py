@@ -187,7 +187,8 @@ class Batch:
             try:
                 if call.sequence.length != length:  # recurrent states could not be rolled back so far
                     raise AdaptiveError("a pass failed, and the text cannot be gone on with; ask again")
-                found.append(call.sequence.extend(call.tokens, call.rows, call.parents))
+                logits = call.sequence.extend(call.tokens, call.rows, call.parents)
+                found.append(logits.clone())  # a recorded pass of the next call may overwrite them
             except Exception as error:
                 found.append(error)
         return found

@@ -236,6 +236,7 @@ class Decoding:
         if speculate and self.drafter is not None:
             limit = self._limit(self.drafter)
             lacks = self.drafter.catch_up(len(committed))
+        beside.said = len(committed) - len(self.request.prompt)
         length = beside.next_length(limit, answers, lacks)
         if length and self.drafter is not None:
             if lacks > SLICE and not hurried:
@@ -243,6 +244,7 @@ class Decoding:
                 self.drafter.feed(committed, SLICE)
             if lacks > (FEW if hurried else SLICE):
                 length = 0
+                beside.reads()
         drafter, most = self._who_drafts(length, self._grafting_beside)
         self._reserve(most)
         proposal = yield from making(drafter, self.verifier, committed, most, beside.adviser)
@@ -305,9 +307,9 @@ class Decoding:
                 waiting = self.drafter.catch_up(len(self.committed))
             length = policy.next_length(limit, waiting, len(self.committed))
             times, begins = policy.steady, len(self.rounds)
-            end = len(self.committed) + limit  # the model's tokens must stand before this place
+            end = len(self.committed) + limit  # where a round has no room for drafted tokens
             while True:
-                most = min(length, max(0, end - len(self.committed)))
+                most = min(length, max(0, end - len(self.committed))) if self._left > 1 else 0
                 drafter, most = self._who_drafts(most, self.grafting, len(self.rounds) - begins)
                 self._reserve(most)
                 outcome, verdict, logits = speculative_round(

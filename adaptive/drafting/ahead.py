@@ -214,11 +214,12 @@ class Worker:
             self._step = step
             self._wake.notify()
 
-    def stop(self) -> None:
-        """Stop the steps. When this returns, no step is running and none will start."""
-        self._step = None
+    def stop(self) -> bool:
+        """Stop the steps. When this returns, no step is running and none will start. Returns whether some were left."""
+        going, self._step = self._step is not None, None
         with self._stepping:
             pass
+        return going
 
     def _run(self) -> None:
         while True:
@@ -260,8 +261,10 @@ class Beside:
     def prepare(self, length: int, advise: Adviser | None) -> None:
         """See ``PreparesProposals``."""
         if isinstance(self.drafter, PreparesProposals):
-            self.worker.stop()
+            going = self.worker.stop()
             self.drafter.prepare(length, advise)
+            if going:
+                self.worker.go_on(self._step)
 
     def begin(self, prompt: list[int]) -> None:
         """Draft ahead while the target reads the prompt."""

@@ -57,6 +57,8 @@ class Grafting:
         if lead.history and lead.model:
             room = 0 if self._goes_on is None else self._goes_on.limit(len(committed) + lead.history)
             lead = Lead(lead.history, min(lead.model, room))
+        elif lead.model > length:  # the model instead of history; the policy knows its room only of some rounds ago
+            lead = Lead(0, min(lead.model, self.limit(len(committed))))
         self._lead = lead
         return lead.history + lead.model
 
