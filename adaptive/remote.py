@@ -370,7 +370,7 @@ def _remote(url: str, key: str | None) -> Remote:
 
 
 def _key(settings: Settings) -> str | None:
-    key = None if settings.draft_key is None else settings.draft_key.get_secret_value()
+    key = None if settings.draft_key is None else settings.draft_key.get_secret_value().strip()
     if settings.draft_key_file is not None:
         try:
             key = settings.draft_key_file.read_text(encoding="utf-8").strip()

@@ -39,6 +39,8 @@ DraftQuantisation = Literal["auto", "none", "int8", "nf4"]
 # Settings that are paths, and those that may be paths: a model may also have its name on the hub.
 PLACES = ("home", "api_key_file", "draft_key_file")
 MODELS = ("target", "draft", "draft_checkpoint")
+# Keys, and the files that may have them instead.
+KEYS = (("api_key", "api_key_file"), ("draft_key", "draft_key_file"))
 
 # Most nodes of a drafted tree. One pass verifies them; with more it takes longer than the further nodes can be worth.
 MOST_NODES = 256
@@ -104,8 +106,8 @@ class Settings(BaseSettings):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     record: bool = True
-    keep_days: float | None = Field(None, gt=0)
-    keep_gb: float | None = Field(None, gt=0)
+    keep_days: float | None = Field(None, gt=0, allow_inf_nan=False)
+    keep_gb: float | None = Field(None, gt=0, allow_inf_nan=False)
     feature_gb: float = Field(2.0, ge=0, allow_inf_nan=False)
     keep_adapters: int = Field(5, ge=1)
     name: str | None = None
@@ -122,8 +124,8 @@ class Settings(BaseSettings):
     threads: int | None = Field(None, ge=1)
     distill: str = "idle"
     distill_after: int = Field(100, ge=1)
-    distill_idle_seconds: float = Field(5.0, ge=0)
-    distill_seconds: float | None = Field(None, gt=0)
+    distill_idle_seconds: float = Field(5.0, ge=0, allow_inf_nan=False)
+    distill_seconds: float | None = Field(None, gt=0, allow_inf_nan=False)
     distill_nice: int = Field(19, ge=0, le=19)
 
     @property
@@ -276,7 +278,15 @@ def settings_from(overrides: dict[str, Any], files: Sequence[Path]) -> Settings:
 
     for file in files:
         written_in(file)  # raises an AdaptiveError that names the file
-    return _checked(FromFiles, overrides, files)
+    settings = _checked(FromFiles, overrides, files)
+    # A key hides a file with another key that is named in a place of lower precedence.
+    for key, key_file in KEYS:
+        for said in ({name for name, value in overrides.items() if value is not None}, set_in_environment()):
+            if key in said and key_file not in said:
+                settings = settings.model_copy(update={key_file: None})
+            if key in said or key_file in said:
+                break
+    return settings
 
 
 def written_in(file: Path) -> dict[str, Any]:

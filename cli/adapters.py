@@ -162,7 +162,8 @@ def export(
         str,
         typer.Argument(
             metavar="ID",
-            help="Id of an adapter, as 7 or 0007; current: the one in use; draft: the head of --draft, without one.",
+            help="Id of an adapter, as 7 or 0007; current: the one in use; draft: the EAGLE-3 head of --draft without "
+            "one, with --format speculators or gguf.",
         ),
     ],
     folder: Annotated[Optional[Path], typer.Argument(help="Where the PEFT folder, or the GGUF file, goes.")] = None,
@@ -195,6 +196,8 @@ def export(
         raise AdaptiveError("name one folder or file to export to: `export ID PATH`, or `export ID --merged PATH`")
     if format_ not in ("peft", "gguf", "speculators"):
         raise AdaptiveError(f"--format is {format_!r}; it must be peft, gguf or speculators")
+    if name == "draft" and format_ == "peft":
+        raise AdaptiveError("draft, a head without an adapter, needs --format speculators or --format gguf")
     from cli.export import ENCODING
 
     eagle = format_ == "gguf" and (name == "draft" or _drafts_by_eagle(settings))

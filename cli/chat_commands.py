@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from adaptive.errors import AdaptiveError
-from adaptive.printable import counted
+from adaptive.printable import counted, printable_line
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -162,7 +162,7 @@ def _stats(chat: Chat, said: str) -> None:
     if last is not None and isinstance(last.drafter, Beside):
         chat.console.print(f"last answer: {last.drafter.sentence}")
     if chat.opened.pair.remote is not None:
-        chat.console.print(chat.opened.pair.remote.sentence, markup=False)
+        chat.console.print(printable_line(chat.opened.pair.remote.sentence), markup=False)
     held = chat.opened.assistant.conversations.memory
     parts = {
         "keys and values": held.keys,

@@ -212,7 +212,8 @@ def figures(assistant: Assistant) -> str:
     if (drafts or assistant.pair.remote is not None) and done.rounds:
         parts.append(in_words(count_rounds(done.rounds)))
     if drafts:
-        parts.append(f"adapter {assistant.adapter}" if assistant.adapter else "no adapter")
+        adapter = None if assistant.latest is None else assistant.latest.adapter  # another one may be in use by now
+        parts.append(f"adapter {adapter}" if adapter else "no adapter")
     return " · ".join(parts)
 
 

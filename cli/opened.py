@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from adaptive.printable import printable_line
 from cli.state import show_migrations
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def open_pair(
     from adaptive.opened import opened
 
     def shown(text: str) -> None:
-        console.print(text, style="yellow", markup=False)
+        console.print(printable_line(text), style="yellow", markup=False)
 
     show_migrations()
     measuring = console.status("measuring what a round costs here, once")

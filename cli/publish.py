@@ -119,11 +119,13 @@ def publish(
         from checkpoints.store import AdapterStore
         from cli import put, trial
         from cli.answered import answered_examples, expected_acceptance
+        from cli.export import check_encoding
         from cli.published import AdaptedDraft, PublishedHead, target_rows
         from cli.state import find_state
 
     set_threads(settings.threads)
     chosen = _chosen_length(settings)
+    check_encoding(encoding)
     if restart is not None and upstream is None:
         raise AdaptiveError("--restart needs --upstream, the address at which the server is measured")
     key = _key(settings, api_key_file)

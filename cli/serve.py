@@ -80,7 +80,9 @@ def serve(
         "threads": threads,
         "distill": distill,
     }
-    said = {name: value for name, value in given.items() if value is not None}
+    said: dict[str, object] = {name: value for name, value in given.items() if value is not None}
+    if api_key is not None and api_key_file is None:
+        said["api_key_file"] = None  # a file that the settings name
     settings = change_settings(settings, said)
 
     show_log()

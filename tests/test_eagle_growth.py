@@ -390,6 +390,8 @@ def test_the_command_grows_a_head_that_drafts_here_and_is_exported(tmp_path: Pat
         status, drafted, errors = adaptive("generate", prompt, *with_head, *exact, *greedy)
         assert status == 0, errors
         assert json.loads(drafted)["tokens"] == json.loads(plain)["tokens"]
+    status, _, errors = adaptive("adapters", "export", "draft", str(tmp_path / "p"), *with_head)
+    assert (status, "needs --format" in errors) == (2, True)
     status, out, errors = adaptive("adapters", "export", "draft", str(file), "--format", "gguf", *with_head)
     assert status == 0, errors
     assert "--spec-type draft-eagle3" in out

@@ -415,6 +415,7 @@ def test_mistakes_are_one_line(adaptive: Any, own_home: Path, tmp_path: Path) ->
         (("--upstream", "http://127.0.0.1:80a80"), "must be an address"),
         (("--upstream", "http://127.0.0.1:9", "--draft-length", "0"), "--draft-length is 0"),
         (("--upstream", "http://127.0.0.1:9", "--draft-length", "tree:8"), "takes no tree"),
+        (("--upstream", "http://127.0.0.1:9", "--encoding", "q4"), "--encoding is 'q4'"),
         (("--upstream", "http://127.0.0.1:9", "--api-key-file", str(key)), "holds no key"),
         (("--upstream", "http://127.0.0.1:9", "--api-key-file", str(empty)), "holds no key"),
         (("--engine", "vllm", "--api-key-file", "nowhere"), "nowhere cannot be read: No such file or directory\n"),

@@ -312,7 +312,9 @@ def test_a_wrong_key_a_large_body_and_a_second_server_are_refused(server: Server
 def test_an_open_address_needs_a_key() -> None:
     with pytest.raises(AdaptiveError, match="API key"):
         with_key(load_settings({"host": "0.0.0.0"}))
-    assert with_key(load_settings({"host": "0.0.0.0", "api_key": "k"})).api_key is not None
+    key = with_key(load_settings({"host": "0.0.0.0", "api_key": " k\n"})).api_key
+    assert key is not None
+    assert key.get_secret_value() == "k"  # as a header has it
 
 
 def test_what_was_asked_is_in_the_log_once_and_what_was_not_to_be_stored_is_not(

@@ -163,7 +163,7 @@ def test_an_answer_in_progress_does_not_bring_a_forgotten_one_back(
     path = "/adaptive/sessions/greeting" if whole_session else f"/adaptive/answers/{number}"
 
     def ask(client: httpx.Client, messages: list[dict[str, str]], name: str) -> None:
-        body = {"messages": messages, "max_tokens": 300, "ignore_eos": True, "stream": True}
+        body = {"messages": messages, "max_tokens": 1500, "ignore_eos": True, "stream": True}
         with client.stream("POST", "/v1/chat/completions", json=body, headers={"X-Session-Id": name}) as stream:
             for line in stream.iter_lines():
                 if line.startswith("data: {"):

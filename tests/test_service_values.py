@@ -243,3 +243,13 @@ def test_types_are_found_wherever_a_schema_tells_them() -> None:
     for _ in range(100_000):
         deep = {"anyOf": [deep]}
     assert kinds_of(deep, {}) == {"string"}
+
+
+@pytest.mark.parametrize("name", ["Qwen 3.5", "GLM", "Gemma 4"])
+def test_a_list_of_values_that_is_null_lists_none(name: str) -> None:
+    """Some clients write every field of a schema."""
+    family, text = FAMILIES[name], {"type": "string", "enum": None}
+    known, tools = tokenizer(family.shown, family.special), tool({"type": "object", "properties": {"text": text}})
+    reading = reading_of(known, tools)
+    assert forced_call(reading, reading.marks(known), tools, several=False)
+    assert alternatives(text, {}) == [{"type": "string"}]

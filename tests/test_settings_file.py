@@ -237,3 +237,15 @@ def test_named_overridden_own_and_harmless_settings_are_taken(tmp_path: Path, mo
     assert load_settings({}).target == "mine"
     monkeypatch.chdir(own.parent)
     assert load_settings({}).target == "mine"
+
+
+def test_a_key_hides_a_file_that_is_named_where_less_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "adaptive.toml"
+    file.write_text('api_key_file = "old"', encoding="utf-8")
+    assert load_settings({}, file).api_key_file is not None
+    assert load_settings({"api_key": "new"}, file).api_key_file is None
+    monkeypatch.setenv("ADAPTIVE_API_KEY", "new")
+    found = load_settings({}, file)
+    assert found.api_key is not None
+    assert found.api_key_file is None
+    assert str(load_settings({"api_key_file": "given"}, file).api_key_file) == "given"

@@ -363,3 +363,21 @@ def test_a_session_is_named_as_the_header_says_it(stage: Make) -> None:
     for header in ("Käse".encode(), "Käse".encode("latin-1"), b"", None):
         httpx.post(here.url + CHAT, json=ASK, headers={} if header is None else {b"X-Session-Id": header})
     assert sorted(str(record.session) for record in here.logged(4)) == ["Käse", "Käse", "upstream", "upstream"]
+
+
+def test_without_a_key_pages_of_other_sites_are_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A browser sends some requests without asking first, and only says which page they are from."""
+    answers = plain(b"{}", more=CLOSE)
+    with scripted(lambda heard, connection: connection.sendall(answers)) as server:
+        proxy = Proxy(server.url, None, 4)
+        with on_a_thread(Door(proxy, None), server_header=False, date_header=False) as url:
+            for method in ("POST", "GET", "OPTIONS"):
+                answer = httpx.request(method, url + CHAT, headers={"Origin": "http://page.example"})
+                assert (answer.status_code, "--api-key-file" in answer.text) == (403, True)
+            assert not server.heard
+            assert httpx.post(url + CHAT, headers={"Origin": "http://localhost:3000"}).status_code == 200
+            assert httpx.get(f"{url}/adaptive/answers").status_code == 200
+            monkeypatch.setattr("adaptive.upstream.server.same_user", lambda peer, here: False)
+            for path in ("answers?limit=3", "sessions/a", "history?by=session"):
+                assert httpx.get(f"{url}/adaptive/{path}").status_code == 403
+            assert len(server.heard) == 2

@@ -50,7 +50,9 @@ class Gains:
             return
         newest = log.last_id()
         if in_use.kind == "head" and last.expected is None and newest >= last.answer + MEASURED:
-            self._keep([*self._known[:-1], self._foreseen(last, in_use, costs())])
+            foreseen = self._foreseen(last, in_use, costs())
+            if foreseen != last:
+                self._keep([*self._known[:-1], foreseen])
         if newest >= self._check_at:
             self._check(log)
 

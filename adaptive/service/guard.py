@@ -75,7 +75,7 @@ class Guard:
         refusal = self._refusal(scope, headers)
         if refusal is not None:
             self.counted(refusal[0])
-            await _refuse(send, scope["path"], *refusal)
+            await refuse(send, scope["path"], *refusal)
             return
         read = 0
 
@@ -96,8 +96,7 @@ class Guard:
                     "without an API key the server answers to localhost only, and this request names another host; "
                     "a key is the cure: start the server with --api-key-file FILE, and send the key"
                 )
-            origin = headers.get(b"origin")
-            if origin is not None and origin not in self.origins and _origin_name(origin) not in LOOPBACK:
+            if headers.get(b"origin") not in self.origins and of_another_site(headers):
                 return 403, (
                     "another site's page may not speak to this server; start it with --cors ORIGIN for that site, or "
                     "with --api-key-file FILE and send the key"
@@ -137,6 +136,12 @@ def _digest(text: bytes) -> bytes:
 def host_name(host: bytes) -> str:
     """The name in a Host header, without its port."""
     return _origin_name(b"http://" + host)
+
+
+def of_another_site(headers: dict[bytes, bytes]) -> bool:
+    """Whether a browser says that a page of another machine sends the request."""
+    origin = headers.get(b"origin")
+    return origin is not None and _origin_name(origin) not in LOOPBACK
 
 
 def _origin_name(origin: bytes) -> str:
@@ -180,7 +185,8 @@ async def _allow(send: Send, asked: dict[bytes, bytes]) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _refuse(send: Send, path: str, status: int, message: str) -> None:
+async def refuse(send: Send, path: str, status: int, message: str) -> None:
+    """Answer with an error in the form that the path's dialect has."""
     body = json.dumps(error_object(status, message, path=path)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:

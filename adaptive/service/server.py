@@ -141,6 +141,8 @@ def with_key(settings: Settings) -> Settings:
         except (OSError, UnicodeDecodeError) as error:
             raise AdaptiveError(f"API key file {settings.api_key_file} cannot be read: {error}") from error
         settings = settings.model_copy(update={"api_key": SecretStr(text)})
+    if settings.api_key is not None:  # what is around a key is no part of it, as in a request's header
+        settings = settings.model_copy(update={"api_key": SecretStr(settings.api_key.get_secret_value().strip())})
     if settings.api_key is not None and not settings.api_key.get_secret_value():
         raise AdaptiveError("the API key is empty; give at least one character, or leave the option out")
     if settings.api_key is None and settings.host not in LOOPBACK:

@@ -224,7 +224,7 @@ class Trainer:
 
     def _wait_for(self) -> tuple[Activity, str] | None:
         """The reason why training waits, with the activity to show; None if a run can begin."""
-        new, quiet = self._newest - self._seen, time.monotonic() - self._quiet_since
+        new, quiet = max(0, self._newest - self._seen), time.monotonic() - self._quiet_since
         if not self._has_draft:
             return "off", untrained(self.settings) or self._why_none
         if self.settings.distill == "off":

@@ -130,6 +130,8 @@ def _by_type(schema: dict[str, Any]) -> list[dict[str, Any]]:
         if isinstance(values, list):
             one = {key: value for key, value in one.items() if key != "const"}
             one["enum"] = [value for value in values if kind in NAMES[type(value)]]
+        elif "enum" in one:  # null, as some clients write a field that is not set
+            del one["enum"]
         if one.get("enum") != []:
             found.append(one)
     return found

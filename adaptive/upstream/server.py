@@ -18,7 +18,8 @@ from adaptive.pair import load_tokenizer, sources
 from adaptive.records.deletion import finish
 from adaptive.records.retention import Keep
 from adaptive.records.writer import LogWriter
-from adaptive.service.guard import LOOPBACK, Guard, host_name
+from adaptive.service.guard import LOOPBACK, Guard, host_name, of_another_site, refuse
+from adaptive.service.peers import same_user
 from adaptive.service.server import GRACE_S, address, listen, only_server, server_config, until_signalled, with_key
 from adaptive.service.trainer import Trainer, background
 from adaptive.settings import Settings
@@ -31,6 +32,9 @@ from checkpoints.store import AdapterStore
 
 logger = logging.getLogger("adaptive.upstream")
 
+# Paths at which ``adaptive serve`` shows what was said. Without a key it shows that to its own user's programs only,
+# and takes the proxy for one of them.
+PRIVATE = ("/adaptive/answers", "/adaptive/sessions", "/adaptive/history")
 # Options of uvicorn: nothing is added to what the server says.
 AS_IT_IS: dict[str, Any] = {"http": Parsing, "server_header": False, "date_header": False}
 
@@ -121,8 +125,9 @@ class Door:
     """Who may ask: with a key whoever sends it, else programs and pages of this machine only.
 
     Without the latter any web site could reach the server through a browser here, by a name that resolves to this
-    machine: the server sees our own name in its Host header, and cannot tell. What pages may read is the server's say,
-    so that a browser's preflight, which cannot carry a key, is passed on.
+    machine or by a request that browsers send without asking: the server sees our own name in its Host header, and
+    cannot tell. With a key, what pages may read is the server's say, so that a browser's preflight, which cannot carry
+    a key, is passed on.
     """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
@@ -131,16 +136,28 @@ class Door:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
-        if scope["type"] == "http" and self._free(scope["method"], dict(scope["headers"])):
+        if scope["type"] != "http" or not self._free(scope["method"], headers := dict(scope["headers"])):
+            await self._guarded(scope, receive, send)
+        elif self._key is None and (reason := _unwelcome(scope, headers)) is not None:
+            await refuse(send, scope["path"], 403, reason)
+        else:
             await self._app(scope, receive, send)
-            return
-        await self._guarded(scope, receive, send)
 
     def _free(self, method: str, headers: dict[bytes, bytes]) -> bool:
         """Whether the request passes without the guard."""
         if self._key is not None:
             return method == "OPTIONS" and b"access-control-request-method" in headers
         return host_name(headers.get(b"host", b"")) in LOOPBACK
+
+
+def _unwelcome(scope: Scope, headers: dict[bytes, bytes]) -> str | None:
+    """The reason why a request to this machine is refused without a key; None if it is not."""
+    if of_another_site(headers):
+        return "another site's page may not ask here; start the proxy with --api-key-file FILE, and send the key"
+    peer, here = scope.get("client"), scope.get("server")
+    if scope["path"].startswith(PRIVATE) and not (peer and here and same_user(tuple(peer), tuple(here))):
+        return "what was said is shown to programs of the user who runs the server, which this may not be"
+    return None
 
 
 class Resting:

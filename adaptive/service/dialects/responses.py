@@ -192,7 +192,8 @@ class ResponsesRequest(RequestBody):
         for item in self.input:
             if item.type == "reasoning":
                 thoughts += text_of(item.content) or text_of(item.summary)
-            elif item.type == "function_call_output":
+                continue
+            if item.type == "function_call_output":
                 said.append({"role": "tool", "content": text_of(item.output), "tool_call_id": item.call_id or ""})
             elif item.type == "function_call":
                 function = {"name": item.name or "", "arguments": item.arguments or "{}"}
