@@ -233,3 +233,14 @@ def test_own_text_does_not_count_in_the_loss_that_is_shown() -> None:
 def test_a_recipe_refuses_fewer_than_no_texts() -> None:
     with pytest.raises(Exception, match="rehearsed is -1"):
         Recipe(rehearsed=-1)
+
+
+def test_texts_are_kept_for_another_day(tmp_path: Path) -> None:
+    """Some chat templates write today's date before the question."""
+    draft, here = small_draft(), Rehearsal(frame(), tmp_path / "texts", "these")
+    first = here.texts(draft, never, quiet)
+    written: list[int] = []
+    tomorrow = replace(here, frame=replace(here.frame, before=(*here.frame.before, 5)))
+    again = tomorrow.texts(draft, never, lambda count, all_: written.append(count))
+    assert not written
+    assert [text.output.tolist() for text in again] == [text.output.tolist() for text in first]

@@ -394,3 +394,32 @@ def test_a_draft_that_got_worse_goes_back_by_itself_and_a_good_one_stays(taught:
         until(lambda: store.current_id() == "0001", trainer)
     assert store.show("0002").status == "rolled_back"
     assert "live acceptance fell" in store.show("0002").reason
+
+
+def test_a_run_ends_if_memory_gets_short(taught: Taught, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainers.worker.memory_is_short", lambda: True)
+    report = carried_out(taught)
+    assert (report.stage, report.adapter) == ("memory", None)
+    assert "short of memory" in report.message
+    assert not AdapterStore(taught.state.adapters).list()
+
+
+@pytest.mark.parametrize(
+    ("window", "inside", "outside"),
+    [
+        ("22:00-06:00", [(22, 0), (23, 30), (0, 0), (5, 59)], [(21, 59), (6, 0), (12, 0)]),
+        ("09:30-17:00", [(9, 30), (16, 59)], [(9, 29), (17, 0), (0, 0)]),
+    ],
+)
+def test_training_keeps_to_its_hours_of_the_day(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    window: str,
+    inside: list[tuple[int, int]],
+    outside: list[tuple[int, int]],
+) -> None:
+    trainer = Trainer(Settings(distill=window), open_state(tmp_path, "pair"), 1)
+    for hour, minute in inside + outside:
+        now = time.struct_time((2026, 11, 28, hour, minute, 0, 5, 332, 0))
+        monkeypatch.setattr("adaptive.service.trainer.time.localtime", lambda *_, now=now: now)
+        assert trainer._in_window() is ((hour, minute) in inside)

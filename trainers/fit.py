@@ -118,7 +118,7 @@ def fit(
             value = _step(student, optimizer, weights, (batch, rehearsed), recipe, stop)
             now.loss = value if now.loss is None else 0.9 * now.loss + 0.1 * value
             budget.tick()
-            evaluated = budget.share >= now.next_evaluation
+            evaluated = budget.share >= min(1.0, now.next_evaluation)
             if evaluated:
                 now.acceptance = evaluate()
                 now.next_evaluation = budget.share + 1 / recipe.evaluations - 1e-9

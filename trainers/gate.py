@@ -120,9 +120,9 @@ def judge(recent: HeldOut, older: HeldOut | None, streak: int) -> Verdict:
     error, gain = standard_error(recent.gain, recent.generations), recent.gain.mean
     bound = gain - student_quantile(1 - alpha(streak), recent.generations - 1) * error
     change = f"acceptance {recent.acceptance_before.mean:.3f} -> {recent.acceptance_after.mean:.3f} on {set_size}"
-    if gain <= 0:
+    if not gain > 0:  # also if it is not a number
         return Verdict(False, f"no gain: {change}", recent, older)
-    if bound <= 0:
+    if not bound > 0:
         streak_note = f" (candidate {streak} since the last promotion)" if streak > 1 else ""
         return Verdict(
             False,
