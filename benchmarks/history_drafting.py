@@ -243,11 +243,11 @@ def repeat(ways: list[Way], args: argparse.Namespace, sampling: SamplingParams) 
     chance = random.Random(3)
     for number in range(1, args.passes + 1):
         for place, messages in enumerate(chance.sample(prompts, len(prompts))):
-            for way in ways:
+            for way in in_turns(ways, place):
                 way.answer(messages, sampling, args.tokens, f"pass {number}")
             if place % 4 == 3:
                 between = others.pop()
-                for way in ways:
+                for way in in_turns(ways, place // 4):
                     way.answer(between, sampling, args.tokens, "between")
     return [f"pass {number}" for number in range(1, args.passes + 1)] + ["between"]
 

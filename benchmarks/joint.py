@@ -42,11 +42,11 @@ def main() -> None:
     targets = [filled(pair.target, options.context) for _ in range(most)]
     drafts = [] if pair.draft is None else [filled(pair.draft, options.context) for _ in range(most)]
     tried = [(count, tokens) for count in options.answers for tokens in options.tokens]
-    passes = {one: _pass(pair.target, targets[: one[0]], one[1]) for one in tried}
+    passes = {one: _pass(pair.target, targets[: one[0]], one[1]) for one in dict.fromkeys([(1, 1), *tried])}
     proposals = {one: _proposals(pair.draft, drafts[: one[0]], one[1] - 1) for one in tried if drafts and one[1] > 1}
     took = _in_turns({("pass", *one): call for one, call in passes.items()}, options.repeats)
     took |= _in_turns({("drafts", *one): call for one, call in proposals.items()}, options.repeats)
-    lone = took["pass", 1, 1] if ("pass", 1, 1) in took else min(took.values())
+    lone = took["pass", 1, 1]
     print(f"{pair.target.name}, context {options.context}; one token alone takes {1e3 * lone:.1f} ms")
     print("answers  tokens each  rows  pass, ms  drafts, ms  times a lone token's rate")
     for count, tokens in tried:

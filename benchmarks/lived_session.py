@@ -56,7 +56,11 @@ SPIN = "import time\nend = time.time() + 7200\nwhile time.time() < end: pass"
 # Uses half of one core's time, at the highest priority if the system allows it.
 HALF = """
 import os, sys, time
-os.sched_setaffinity(0, {int(sys.argv[1])})
+try:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(sys.argv[1]) % len(cores)]})
+except AttributeError:  # not Linux
+    pass
 try:
     os.nice(-20)
 except OSError:
@@ -99,6 +103,8 @@ class Disturbance:
                 self._over.wait(self._random.uniform(*ON_S))
                 self._stop()
             while self.regime == "throttled" and not self._over.wait(0.1):
+                if any(process.poll() is not None for process in self._running):
+                    raise RuntimeError("a program that was to disturb the session has ended")
                 if bool(self._running) != (1 / 3 <= self.share < 2 / 3):
                     self._stop() if self._running else self._start(os.cpu_count() or 1, HALF)
         finally:

@@ -37,8 +37,8 @@ from adaptive.pair import BUNDLED, Pair, load_pair
 from adaptive.settings import load_settings
 from adaptive.types import SamplingParams, StopParams
 from cli.bench import of_every_kind
-from cli.contenders import repeated
-from cli.prompts import PromptLine, read_prompts
+from cli.contenders import WARM_UP_PROMPT, repeated
+from cli.prompts import PromptLine, bare_prompt, read_prompts
 
 # Seconds that a server may take to load its files.
 START = 120
@@ -138,7 +138,7 @@ def race(field: dict[str, Answer], prompts: list[PromptLine]) -> Iterator[Answer
     """Every contender on every prompt, in rotating order."""
     names = list(field)
     for name in names:
-        field[name](prompts[0], 0)  # the first answer warms up
+        field[name](bare_prompt(WARM_UP_PROMPT), 0)
     for number, prompt in enumerate(prompts):
         start = number % len(names)
         for name in (*names[start:], *names[:start]):

@@ -168,8 +168,9 @@ def decoding(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
         policies |= {"controller, chains": GoodputLength(costs), "controller": NodesByCost()}
         seen: dict[str, list[tuple[int, int, float]]] = {name: [] for name in policies}
         for number, prompt in enumerate(prompts):
-            for name, policy in policies.items():
-                assistant = Assistant(pair, policy, None)
+            names = list(policies)
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                assistant = Assistant(pair, policies[name], None)
                 assistant.chance = random.Random(number)
                 # Plain decoding is shorter: it takes the same time for every token.
                 stop = StopParams(max(6, args.tokens // 8) if name == "plain" else args.tokens, ignore_eos=True)

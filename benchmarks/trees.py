@@ -17,6 +17,7 @@ import torch
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
+from adaptive.decoding.loop import Decoding
 from adaptive.pair import load_pair
 from adaptive.settings import load_settings
 from adaptive.types import Message, SamplingParams, StopParams
@@ -40,6 +41,7 @@ def main() -> None:
     pair = load_pair(load_settings(named))
     if pair.draft is not None and args.adapter is not None:
         pair.draft.apply_adapter(args.adapter)
+    Decoding.clock = staticmethod(time.thread_time)
     policies = [*(FixedLength(n) for n in CHAINS), *(FixedLength(n, tree=True) for n in TREES)]
     for temperature in (0.0, 0.7):
         for kind in KINDS:
@@ -49,14 +51,14 @@ def main() -> None:
             for policy in policies:
                 assistant = Assistant(pair, policy, None)
                 tokens = rounds = 0
-                began = time.thread_time()
+                seconds = 0.0
                 for number, prompt in enumerate(prompts):
                     assistant.chance = random.Random(number)
                     sampling, stop = SamplingParams(temperature=temperature), StopParams(args.tokens, ignore_eos=True)
                     tokens += sum(1 for _ in assistant.chat([Message("user", prompt)], sampling, stop)) - 1
                     assert assistant.last is not None
                     rounds += len(assistant.last.rounds)
-                seconds = time.thread_time() - began
+                    seconds += assistant.last.timings.predicted_s
                 a_round, a_token = tokens / rounds, 1e3 * seconds / tokens
                 print(f"  {policy.name:>8}  {a_round:5.2f} tokens a round  {a_token:6.2f} ms a token")
 

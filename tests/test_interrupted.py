@@ -19,7 +19,7 @@ from conftest import Command, save_random_pair
 from adaptive.records.log import Log
 
 posix = pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGINT for another process")
-PROMPTS = 60
+PROMPTS = 120
 PATIENCE_S = 120.0
 
 
@@ -85,7 +85,7 @@ def test_generate_says_how_many_are_answered_and_skips_them(
 
 def test_a_skip_that_leaves_nothing_is_refused(models: tuple[str, ...], file: Path, adaptive: Command) -> None:
     code, _, err = adaptive("generate", *models, "--prompts", str(file), "--skip", str(PROMPTS))
-    assert (code, "leaves nothing of the 60 prompts" in err) == (2, True)
+    assert (code, f"leaves nothing of the {PROMPTS} prompts" in err) == (2, True)
     code, _, err = adaptive("generate", *models, "Hello", "--skip", "1")
     assert (code, "--prompts" in err) == (2, True)
 
