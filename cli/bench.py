@@ -13,7 +13,7 @@ import typer
 from adaptive.errors import AdaptiveError
 from cli.cells import print_table
 from cli.options import shared_options
-from cli.other import OtherDraft, OtherTarget
+from cli.other_pair import OtherDraft, OtherTarget
 
 if TYPE_CHECKING:
     from adaptive.opened import OpenedPair
@@ -62,7 +62,7 @@ def bench(
         check_peer(peer)
 
     from cli.opened import open_pair
-    from cli.other import advice, load_other, other_engines, other_settings
+    from cli.other_pair import advice, load_other, other_engines, other_settings
 
     settings = settings.model_copy(update={"record": False, "draft_length": "auto"})
     elsewhere = other_settings(settings, other_target, other_draft)
@@ -129,15 +129,14 @@ def contenders(
 ) -> list[Contender]:
     """The contenders of the table, which compares all with the first. ``threads`` is for transformers' own, which are
     left out for 0; ``url`` is that of a llama.cpp server, ``other`` the pair to compare with."""
-    from adaptive.control.costs import CostModel
     from adaptive.control.goodput import GoodputLength
     from adaptive.control.policy import FixedLength
     from adaptive.engines.protocol import ReadsFeatures
-    from adaptive.measure import measure
+    from adaptive.measure import attentive_on, measure
     from adaptive.speculation import growing
     from adaptive.types import SamplingParams
     from cli.contenders import ours, peer, policies, theirs
-    from cli.other import other_engines
+    from cli.other_pair import other_engines
 
     pair = session.pair
     sampling = SamplingParams(
@@ -173,8 +172,8 @@ def contenders(
                 ours(title.replace("ours", name), other, policy, sampling)
                 for title, policy in policies(lengths).items()
             ]
-            controller = GoodputLength()
-            controller.costs = CostModel(measure(other, sampling).costs)
+            costs = measure(other, sampling).costs
+            controller = GoodputLength(costs, attentive=attentive_on(other), clock=other.clock)
             field.append(ours(f"{name}, controller", other, controller, sampling))
     return field
 

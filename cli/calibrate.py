@@ -17,7 +17,7 @@ from adaptive.printable import counted
 from cli.cells import print_table
 from cli.forecast import Forecast, predict
 from cli.options import shared_options
-from cli.other import OtherDraft, OtherTarget
+from cli.other_pair import OtherDraft, OtherTarget
 from cli.repeats import Repeats, measure_repeatedly
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 # Generations of the log from which acceptance is computed, the newest: enough for a precision of 1 to 2%.
 NEWEST = 100
+# Times as many are read if the draft was trained on the log, since most answers are then no evidence.
+TRAINED = 3
 # Answers given now, where the log has none, and their length in tokens: half a minute on a small machine.
 ANSWERS, ANSWER_TOKENS = 8, 64
 # Default prompts of these answers: short ones of several kinds.
@@ -86,7 +88,7 @@ def calibrate(
 
     asked = read_prompts(prompts) if prompts is not None else [bare_prompt(text) for text in PROMPTS]
     from cli.opened import open_pair
-    from cli.other import advice, engines, load_other, other_settings
+    from cli.other_pair import advice, engines, load_other, other_settings
 
     console = Console(stderr=True, highlight=False)
     elsewhere = other_settings(settings, other_target, other_draft)
@@ -96,6 +98,7 @@ def calibrate(
     unrecorded = settings.model_copy(update={"record": False, "draft_length": "0"})
     with open_pair(unrecorded, console) as session:
         from adaptive.assistant import sampling_params
+        from adaptive.engines.protocol import ReadsFeatures
         from adaptive.speculation import growing
 
         if session.pair.remote is not None:
@@ -111,11 +114,23 @@ def calibrate(
                 "serve` for a while, then `adaptive distill`, or name a draft with --draft"
             )
 
+        if isinstance(session.pair.draft, ReadsFeatures):
+            raise AdaptiveError(
+                "what a head would have drafted cannot be computed without the target's states; compare with adaptive "
+                "bench"
+            )
+
+        other = None if elsewhere is None else load_other(elsewhere, session, console)
+        if other is not None and other.draft is None:
+            raise AdaptiveError("the other pair has no draft that can be used; name another one with --other-draft")
         sampling = sampling_params(settings, session.pair)
         repeats = measure_repeatedly(session.pair, sampling, console, busy)
         with tempfile.TemporaryDirectory() as folder:
             log, source = session.state.records, "the log"
-            sample = read_sample(session.pair, log) if prompts is None and log.exists() else []
+            trained = session.assistant.adapter is not None
+            sample = read_sample(session.pair, log, trained) if prompts is None and log.exists() else []
+            if sample and trained:
+                source = "those answers of the log on which no adapter is trained"
             if not sample:
                 log, source = Path(folder) / "records.db", "answers given now"
                 with console.status(f"answering {len(asked[:answers])} prompts"):
@@ -127,15 +142,15 @@ def calibrate(
             forecast = predict(repeats.costs, sample, session.pair)
         if not repeats.busy:
             _keep(session, forecast.costs)
-        if elsewhere is not None:
-            other = load_other(elsewhere, session, console)
+        if elsewhere is not None and other is not None:
             elsewhere_repeats = measure_repeatedly(other, sampling, console, busy)
             there = predict(elsewhere_repeats.costs, sample, other)
             here = max(forecast.tokens_per_second), settings
             verdict = advice(session.pair, here, other, (max(there.tokens_per_second), elsewhere))
     report = _report(session, forecast, source, repeats)
-    if verdict is not None:
+    if verdict is not None and other is not None:
         report["other"] = {
+            "busy": elsewhere_repeats.busy,
             "engine": engines(other),
             "costs": asdict(there.costs),
             "tokens_per_second": there.tokens_per_second,
@@ -146,11 +161,10 @@ def calibrate(
         print(json.dumps(report, indent=2))
         return
     _show(Console(highlight=False), forecast, report)
-    if repeats.busy:
-        said = f"[yellow]Measured beside other programs ({repeats.load}): figures may be off, and are not kept.[/]"
-        Console(highlight=False).print(said, soft_wrap=True)
-    if verdict is not None:
+    _say_busy(repeats)
+    if verdict is not None and other is not None:
         _show(Console(highlight=False), there, {**report, "pair": f"{other.identity.id} ({engines(other)})"})
+        _say_busy(elsewhere_repeats)
         Console(highlight=False).print(verdict, soft_wrap=True, markup=False)
 
 
@@ -178,13 +192,30 @@ def answer_plainly(
     assistant.log = None
 
 
-def read_sample(pair: Pair, log: Path) -> list[Example]:
-    """The newest generations of the log that can be replayed."""
-    from trainers.dataset import examples, read_log
+def _say_busy(repeats: Repeats) -> None:
+    """Say that other programs ran during the measurements, if so."""
+    from rich.console import Console
+
+    if repeats.busy:
+        said = f"[yellow]Measured beside other programs ({repeats.load}): figures may be off, and are not kept.[/]"
+        Console(highlight=False).print(said, soft_wrap=True)
+
+
+def read_sample(pair: Pair, log: Path, trained: bool = False) -> list[Example]:
+    """The newest generations of the log that can be replayed. With a draft that was ``trained`` on the log, only those
+    on which no adapter is trained."""
+    from trainers.dataset import examples, join, read_log, split
 
     assert pair.draft is not None
-    found = examples(read_log(log, NEWEST), pair.draft.context_length)
-    return [example for example in found if example.replayable]
+    dataset = read_log(log, TRAINED * NEWEST if trained else NEWEST)
+    if trained:
+        parts = split(dataset)
+        held = join(parts.gate, parts.validation)
+        if not len(held):
+            return []
+        dataset = held
+    found = examples(dataset, pair.draft.context_length)
+    return [example for example in found if example.replayable][-NEWEST:]
 
 
 def _keep(session: OpenedPair, costs: CostTable) -> None:
@@ -251,8 +282,8 @@ def _show(console: Console, forecast: Forecast, report: dict[str, Any]) -> None:
         )
     print_table(console, table, "", "draft ms", "verify ms")
     console.print(
-        f"{forecast.acceptance:.0%} of drafted tokens would be accepted ({report['acceptance_from']}, "
-        f"{counted(forecast.generations, 'answer')})."
+        f"A drafted token would be accepted with a probability of {forecast.acceptance:.0%}, if all before it were "
+        f"({report['acceptance_from']}, {counted(forecast.generations, 'answer')})."
     )
     low, high = forecast.speed_up_interval
     if forecast.draft_length == 0:

@@ -23,6 +23,7 @@ from cli.calibrate import answer_plainly, read_sample
 from cli.forecast import predict, speed_up_interval
 from cli.prompts import bare_prompt
 from cli.repeats import typical, uncertainty
+from trainers.dataset import read_log, split
 
 DECODED, ROUNDS = np.array([60.0, 76.0, 49.0, 96.0]), np.array([20.0, 24.0, 18.0, 30.0])
 TOKENS = DECODED.sum() / ROUNDS.sum()
@@ -142,3 +143,15 @@ def test_measurements_are_repeated_while_they_disagree() -> None:
     assert uncertainty([UNMEASURED, slower(1.2), slower(0.9)]) > repeats.CERTAIN
     # One outlier among the measurements does not change the prediction.
     assert typical([UNMEASURED, slower(3.2), UNMEASURED]) == dataclasses.replace(UNMEASURED, plain_s=1.0)
+
+
+def test_a_trained_draft_is_judged_by_answers_on_which_it_was_not_trained(tmp_path: Path) -> None:
+    target, draft = save_random_pair(tmp_path, "qwen2")
+    own = load_pair(load_settings({"target": str(target), "draft": str(draft), "dtype": "float32"}))
+    prompts, log = [bare_prompt(f"question {number}") for number in range(24)], tmp_path / "log.db"
+    answer_plainly(Assistant(own, FixedLength(0), None), SamplingParams(), prompts, log, 12)
+    everything = read_sample(own, log)
+    held = {example.id for example in read_sample(own, log, trained=True)}
+    parts = split(read_log(log, 100))
+    assert {example.id for example in everything} > held
+    assert held <= {int(number) for part in (parts.gate, parts.validation) for number in part["id"]}

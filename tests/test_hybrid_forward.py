@@ -236,6 +236,28 @@ def test_a_pass_by_layers_that_is_interrupted_goes_back_to_a_checkpoint(monkeypa
     near(sequence.extend(rest, len(rest)), truth(engine.model, torch.tensor([*held, 1, 2, 3]))[-len(rest) :])
 
 
+def test_a_checkpoint_that_is_interrupted_leaves_no_layer_ahead_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = TransformersEngine(made())
+    sequence, held = engine.sequence(), text(48).tolist()
+    for token in held:
+        sequence.extend([token], 1)
+    assert sequence.cache.states is not None
+    given = DeltaNet.__call__
+
+    def interrupted(self: DeltaNet, projected: Any, out: Any, layer: int, *others: Any) -> None:
+        if layer == 1:
+            raise KeyboardInterrupt
+        given(self, projected, out, layer, *others)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DeltaNet, "__call__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sequence.cache.states.checkpoint()
+    sequence.rollback(len(held))
+    rest = [*held[sequence.length :], 1, 2, 3]
+    near(sequence.extend(rest, len(rest)), truth(engine.model, torch.tensor([*held, 1, 2, 3]))[-len(rest) :])
+
+
 def test_a_token_beyond_the_vocabulary_changes_nothing(engine: TransformersEngine) -> None:
     sequence, held = engine.sequence(), text(12).tolist()
     sequence.extend(held, 1)

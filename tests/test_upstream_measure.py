@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
 from upstream_server import CLOSE, Heard, plain, scripted
 
 from adaptive.errors import AdaptiveError
-from adaptive.upstream.measure import DRAFTED, LENGTH, Answered, Measured, counted, measure
+from adaptive.upstream.kinds import ADAPTIVE
+from adaptive.upstream.measure import DRAFTED, LENGTH, Answered, Measured, counted, find_kind, measure
 from adaptive.upstream.models import served
-from cli.trial import worse_than
+from cli.publish_trial import worse_than
 
 PROMPTS = [[1, 2], [3, 4, 5], [6]]
 
@@ -135,3 +138,24 @@ def test_the_target_is_what_is_measured() -> None:
             measure(server.url, None, PROMPTS[:1], 8, model)
         names = [json.loads(heard.body)["model"] for heard in server.asked("/v1/completions")]
     assert names == ["one", "one", "two", "two"]
+
+
+def test_a_server_that_cannot_list_its_models_yet_is_waited_for() -> None:
+    """As ``adaptive serve`` while it loads."""
+    left = [2]
+
+    class Loading(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            left[0] -= 1
+            self.send_response(503 if left[0] >= 0 else 200)
+            self.end_headers()
+            self.wfile.write(b'{"data": [{"id": "m", "owned_by": "adaptive"}]}')
+
+    with HTTPServer(("127.0.0.1", 0), Loading) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(AdaptiveError, match="does not answer"):
+            find_kind(url, None)
+        assert find_kind(url, None, 30.0) is ADAPTIVE
+        server.shutdown()
+    assert left[0] == -1

@@ -276,11 +276,10 @@ def _ended(exchange: Exchange, choice: Choice) -> str:
 
 
 def _timings(exchange: Exchange, prompt: int, cached: int, predicted: int) -> Timings:
-    """The server's own timings if it reports them, else ours. Ours have no prompt time if the answer is not
-    streamed."""
+    """The server's own timings if it reports them, else ours; 0 if the answer is not streamed, since the prompt's time
+    is then not known."""
     said = exchange.collected.timings
-    first = exchange.first_s if exchange.asked.streamed else 0.0
-    seconds = first, exchange.all_s - first
+    seconds = (exchange.first_s, exchange.all_s - exchange.first_s) if exchange.asked.streamed else (0.0, 0.0)
     if all(isinstance(said.get(name), (int, float)) for name in ("prompt_ms", "predicted_ms")):
         seconds = said["prompt_ms"] / 1000, said["predicted_ms"] / 1000
     return Timings(prompt - cached, cached, max(0.0, seconds[0]), predicted, max(0.0, seconds[1]))

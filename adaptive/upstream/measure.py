@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,10 +77,11 @@ class RefusedError(AdaptiveError):
     """The server refuses a prompt, such as one that is too long for its context."""
 
 
-def find_kind(url: str, key: str | None) -> Kind:
-    """The kind of the server at ``url``. Raises AdaptiveError if it does not answer."""
+def find_kind(url: str, key: str | None, wait_s: float = 0.0) -> Kind:
+    """The kind of the server at ``url``. While it answers that it is not ready (503), it is asked again, for up to
+    ``wait_s`` seconds. Raises AdaptiveError if it does not answer."""
     with _client(url, key) as client:
-        return kind_of(_models(client))
+        return kind_of(_models(client, time.monotonic() + wait_s))
 
 
 def measure(
@@ -104,7 +105,7 @@ def measure(
     before: Counted | None = None
     refusal: RefusedError | None = None
     with _client(url, key) as client:
-        said = _models(client)
+        said = _models(client, until)
         body: dict[str, Any] = {"model": served(said, model).name, "temperature": 0}
         if kind_of(said) is ADAPTIVE:
             body["store"] = False
@@ -163,13 +164,24 @@ def _client(url: str, key: str | None) -> httpx.Client:
     return httpx.Client(base_url=url, headers=headers, timeout=ANSWER_S, trust_env=False, verify=trusted())
 
 
-def _models(client: httpx.Client) -> Any:
+def _models(client: httpx.Client, until: float) -> Any:
     try:
-        answer = client.get("/v1/models")
+        answer, _ = _ready(lambda: client.get("/v1/models"), until)
         answer.raise_for_status()
         return answer.json()
     except (httpx.HTTPError, ValueError) as error:
         raise AdaptiveError(f"the server at {client.base_url} does not answer: {first_line(error)}") from error
+
+
+def _ready(ask: Callable[[], httpx.Response], until: float) -> tuple[httpx.Response, float]:
+    """The response, asked for again until the time ``until`` while the server is not ready, and its seconds."""
+    while True:
+        began = time.perf_counter()
+        answer = ask()
+        took_s = time.perf_counter() - began
+        if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or time.monotonic() >= until:
+            return answer, took_s
+        time.sleep(AGAIN_S)
 
 
 def _metrics(client: httpx.Client) -> str:
@@ -184,12 +196,7 @@ def _answered(client: httpx.Client, body: dict[str, Any], until: float) -> Answe
     """The answer to ``body``, requested again until the time ``until`` while the server is not ready. Raises
     RefusedError if the server does not take the prompt, else AdaptiveError."""
     try:
-        while True:
-            began = time.perf_counter()
-            answer = client.post("/v1/completions", json=body)
-            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or time.monotonic() >= until:
-                break
-            time.sleep(AGAIN_S)
+        answer, took_s = _ready(lambda: client.post("/v1/completions", json=body), until)
         if answer.status_code == httpx.codes.BAD_REQUEST:
             why = " ".join(answer.text.split())[:LONGEST_REASON]
             raise RefusedError(f"the server at {client.base_url} refuses every prompt of the log: {why}")
@@ -202,7 +209,7 @@ def _answered(client: httpx.Client, body: dict[str, Any], until: float) -> Answe
     timings = said.get("timings")
     timings = timings if isinstance(timings, dict) else {}
     took = timings.get("predicted_ms")
-    seconds = took / 1000 if isinstance(took, (int, float)) and took > 0 else time.perf_counter() - began
+    seconds = took / 1000 if isinstance(took, (int, float)) and took > 0 else took_s
     drafted, accepted = timings.get("draft_n"), timings.get("draft_n_accepted")
     if timings and "predicted_ms" in timings and drafted is None:
         drafted = accepted = 0  # llama.cpp's server leaves them out if it drafted nothing

@@ -252,6 +252,7 @@ class States:
     def rollback(self, length: int) -> int:
         """Forget all tokens after the first ``length``; returns how many are held then. Where the base is too recent,
         that is the length of the last checkpoint up to there, or 0."""
+        self.undo(whole=False)  # of a pass that was interrupted before its ``end``
         if length < self.length and not self.reaches(length):
             self._restore(length)
         self.length, self._stands = min(length, self.length), True
@@ -284,9 +285,14 @@ class States:
             return
         self._settle(whole)
         if self._base < whole:
-            for number, net in enumerate(self._nets):
-                net(self._inputs, self._inputs, number, 0, self._recalled(whole))  # no tokens: neither tensor is used
-            self._base, self._ahead = whole, None
+            self._settled = whole
+            try:
+                for number, net in enumerate(self._nets):
+                    net(self._inputs, self._inputs, number, 0, self._recalled(whole))  # no tokens: no tensor is used
+            except BaseException:  # ctrl-C between two layers
+                self.undo(whole=False)
+                raise
+            self._base, self._ahead, self._settled = whole, None, None
         self._checkpoints.append(Checkpoint(whole, self._states[0].clone(), self._inputs[:, self._before()]))
         forgotten = crowded([*lengths, whole])
         if forgotten is not None:

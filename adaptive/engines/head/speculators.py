@@ -7,7 +7,7 @@ and ``model.safetensors``.
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 from adaptive.engines.head.eagle import EagleConfig, Tensors, learned, read_eagle
 from adaptive.engines.head.kinds import raw_config
 from adaptive.errors import AdaptiveError, first_line
+from checkpoints import files
+from checkpoints.folder import filling
 
 WEIGHTS = "model.safetensors"
 # The exported draft length, which vLLM uses unless it is configured otherwise.
@@ -51,10 +53,7 @@ def rewrite(folder: Path, tensors: Tensors, destination: Path) -> None:
     check_other_weights(destination)
     try:
         whole = {**load_file(folder / WEIGHTS), **tensors}
-        destination.mkdir(parents=True, exist_ok=True)
-        save_file(whole, destination / WEIGHTS, metadata={"format": "pt"})
-        if destination != folder:
-            shutil.copyfile(folder / "config.json", destination / "config.json")
+        _write(destination, whole, (folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, SafetensorError) as error:
         raise AdaptiveError(f"{destination} cannot be written ({first_line(error)}); choose another folder") from error
 
@@ -91,12 +90,23 @@ def save(
         "dtype": str(tensors["fc.weight"].dtype).removeprefix("torch.") if "fc.weight" in tensors else "float32",
     }
     try:
-        destination.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, destination / WEIGHTS, metadata={"format": "pt"})
-        (destination / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        _write(destination, tensors, json.dumps(config, indent=2) + "\n")
     except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         reason = getattr(error, "strerror", None) or first_line(error)
         raise AdaptiveError(f"{destination} cannot be written ({reason}); choose another folder") from error
+
+
+def _write(destination: Path, tensors: Tensors, config: str) -> None:
+    """Write weights and config, each as a whole: a head that is there stays if there is no room for another."""
+    with filling(destination):
+        destination.mkdir(parents=True, exist_ok=True)
+        new = files.unfinished(destination)
+        try:
+            save_file(tensors, new, metadata={"format": "pt"})
+            os.replace(new, destination / WEIGHTS)
+        finally:
+            files.finished(new)
+        files.replace_text(destination, destination / "config.json", config)
 
 
 def check_other_weights(destination: Path) -> None:

@@ -22,13 +22,14 @@ async function ask(path, {method = "GET", body, signal, more = {}} = {}) {
 
 const call = async (path, options) => (await ask(path, options)).json();
 
-// The server-sent events of a response, each as [name, data].
-async function* eventsOf(answer) {
+// The server-sent events of a response, each as [name, data]. heard() is called for everything that comes, pings too.
+async function* eventsOf(answer, heard = () => {}) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   for (;;) {
     const {value, done} = await reader.read();
     if (done) return;
+    heard();
     held += value;
     const whole = held.split("\n\n");
     held = whole.pop();

@@ -3,6 +3,7 @@
 
 // Milliseconds between two fetches while data keeps changing, and before a retry if the server does not answer.
 const EVERY = 1500, AGAIN = 2000;
+const SILENT = 45000;  // milliseconds after which a connection without the server's pings counts as lost
 // Least milliseconds that the error of an action is shown, although new data arrives.
 const READ = 10000;
 
@@ -69,10 +70,15 @@ async function follow() {
   stream?.abort();
   const mine = stream = new AbortController();
   while (!mine.signal.aborted) {
+    const line = new AbortController(), end = () => line.abort();
+    mine.signal.addEventListener("abort", end);
+    let silent;
+    const heard = () => { clearTimeout(silent); silent = setTimeout(end, SILENT); };
     try {
-      const answer = await ask("adaptive/events", {signal: mine.signal});
+      const answer = await ask("adaptive/events", {signal: line.signal});
       welcome();
-      for await (const [name, data] of eventsOf(answer)) {
+      heard();
+      for await (const [name, data] of eventsOf(answer, heard)) {
         if (name === "now") showNow(JSON.parse(data));
         else if (name === "trainer") showTraining(JSON.parse(data));
         else refresh(...(CHANGED[name] || []));
@@ -80,7 +86,10 @@ async function follow() {
     } catch (error) {
       if (mine.signal.aborted) return;
       if (error instanceof NeedsKey) return fail(error);
-      tell(`The server does not answer (${error.message}); trying again.`);
+      tell(`The server does not answer (${line.signal.aborted ? "nothing comes any more" : error.message}); trying again.`);
+    } finally {
+      clearTimeout(silent);
+      mine.signal.removeEventListener("abort", end);
     }
     await new Promise(done => setTimeout(done, AGAIN));
   }

@@ -51,7 +51,9 @@ function showHistory(found) {
   at("answers-tokens").textContent = found.totals.generations ? `, ${count(found.totals.tokens, "token", "tokens")}` : "";
   const [saved, within] = found.saved ? found.saved.text.split(" (") : ["–"];
   at("saved").textContent = saved;
-  at("within").textContent = (within ? "(" + within + " " : "") + "saved against plain decoding; "
+  const some = found.saved && found.saved.answers < found.saved.drafted
+    ? ` in ${found.saved.answers} of ${found.saved.drafted} answers` : "";
+  at("within").textContent = (within ? "(" + within + " " : "") + "saved against plain decoding" + some + "; "
     + (found.training_seconds ? `training took ${found.training_seconds.toFixed(0)} s` : "nothing was trained");
   const drafting = found.totals.mean_draft_length > 0 ? `The answers were ${others}.`
     : "Appears with the first answer for which something was drafted.";
