@@ -24,7 +24,7 @@ from adaptive.control.policy import FixedLength, LengthPolicy, Scope
 from adaptive.decoding.loop import Decoding, Request, Step
 from adaptive.decoding.text import TextStream
 from adaptive.decoding.verifier import Verifier
-from adaptive.drafting.ahead import Beside, Worker, drafts_ahead
+from adaptive.drafting.ahead import AheadDrafter, Worker, drafts_ahead
 from adaptive.drafting.archive import History
 from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.protocol import Drafter
@@ -369,7 +369,8 @@ class Assistant:
         elif conversation.draft is not None and self.pair.draft is not None:
             conversation.draft.keep_prefix_of(request.prompt)
             drafter = self._drafter(conversation.draft.sequence, self.pair.draft, sampling, processor)
-            if isinstance(drafter, Beside) and not self.swapping:  # nothing may run on a draft that is being changed
+            # Nothing may run on a draft that is being changed.
+            if isinstance(drafter, AheadDrafter) and not self.swapping:
                 drafter.begin(request.prompt)
         verifier = Verifier(sampling, processor, self._generator(target.device))
         decoding = Decoding(
@@ -386,7 +387,7 @@ class Assistant:
         )
         decoding.reading = self.reading
         if target.undraftable is not None:
-            decoding.forced = None
+            decoding.grammar = None
         return decoding
 
     def _drafter(
@@ -396,7 +397,7 @@ class Assistant:
         given = sequence, draft, self.pair.target.vocab_size, sampling, processor, self._generator(draft.device)
         if not self.drafts_ahead:
             return (TreeDrafter if self.policy.tree else ModelDrafter)(*given)
-        return Beside(drafts_ahead(draft, self.policy.tree)(*given), self._worker)
+        return AheadDrafter(drafts_ahead(draft, self.policy.tree)(*given), self._worker)
 
 
 def encode_chat(pair: Pair, messages: Sequence[Message]) -> list[int]:

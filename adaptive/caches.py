@@ -18,6 +18,7 @@ from adaptive.engines.protocol import Engine, Memory, draft_sequence, sequences
 from adaptive.engines.protocol import Sequence as EngineSequence
 from adaptive.errors import AdaptiveError, NoMemoryError, first_line
 from adaptive.kept import LEAST, Kept, KeptCaches, Tensors
+from adaptive.tokens import common_prefix
 from adaptive.types import Message
 
 # Tokens that another conversation's cache must hold in addition for a copy. Fewer tokens are computed as quickly as
@@ -39,11 +40,7 @@ class CachedSequence:
 
     def common(self, prompt: Sequence[int]) -> int:
         """The number of tokens at the beginning of ``prompt`` that the cache holds."""
-        held = self.tokens[: self.sequence.length]
-        most = min(len(held), len(prompt))
-        if held[:most] == prompt[:most]:  # usually: the prompt goes on with the text
-            return most
-        return next(i for i, (a, b) in enumerate(zip(held, prompt, strict=False)) if a != b)
+        return common_prefix(self.tokens[: self.sequence.length], prompt)
 
     def keep_prefix_of(self, prompt: Sequence[int]) -> None:
         """Forget everything after the common beginning with ``prompt``; its last token is always fed again."""

@@ -37,7 +37,7 @@ from adaptive.service.guard import JSON, Guard
 from adaptive.service.server import GRACE_S, address, listen, server_config, until_signalled, with_key
 from adaptive.settings import Settings
 from adaptive.state import open_state
-from adaptive.tokens import as_list
+from adaptive.tokens import as_list, common_prefix
 from adaptive.types import SamplingParams
 from adaptive.vocabulary import Vocabulary, vocabulary_of
 from adaptive.wire import (
@@ -132,13 +132,12 @@ class Drafts:
         new = [min(token, self.engine.vocab_size - 1) for token in asked.tokens]
         stands = asked.common
         if stands == len(text):
-            pairs = zip(held.proposed, new, strict=False)
-            stands += next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(held.proposed), len(new)))
+            stands += common_prefix(held.proposed, new)
         text[asked.common :], held.proposed = new, []
         drafter.rollback(min(stands, len(text) - 1))
         length = min(asked.length, drafter.limit(len(text)))
         if not length:
-            if len(text) <= self.engine.context_length and drafter.catch_up(len(text)) > 0:
+            if len(text) <= self.engine.context_length and drafter.unseen(len(text)) > 0:
                 drafter.feed(text, len(text))
             return None
         proposal = drafter.propose(text, length)

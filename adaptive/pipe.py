@@ -1,7 +1,7 @@
-"""The line protocol between the server and the training process.
+"""The line protocol between a program that answers and its training process.
 
 To the worker's standard input: first an ``Order``, then ``busy``, ``idle`` and ``stop`` at any time; the end of the
-input means that the server has ended. From its standard output: ``Report`` lines.
+input means that the program has ended. From its standard output: ``Report`` lines.
 """
 
 from __future__ import annotations

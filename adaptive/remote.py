@@ -27,6 +27,7 @@ from pydantic import BaseModel, ValidationError
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.settings import Settings
 from adaptive.tls import trusted
+from adaptive.tokens import common_prefix
 from adaptive.vocabulary import Vocabulary
 from adaptive.wire import CONTENT_TYPE, HELLO, MOST_BODY, PROPOSE, VOCABULARY, Body, Hello, Refused, origin_of, unpacked
 
@@ -74,8 +75,7 @@ class Text:
             return 0
         if text is self.tokens:
             return min(self.known, len(text))
-        pairs = enumerate(zip(self.tokens[: self.known], text, strict=False))
-        return next((i for i, (a, b) in pairs if a != b), min(self.known, len(text)))
+        return common_prefix(self.tokens[: self.known], text)
 
 
 @dataclass(eq=False)

@@ -36,6 +36,14 @@ def as_list(ids: Ids) -> list[int]:
     return listed
 
 
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of tokens at the beginning that both have."""
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    return next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+
+
 def moved(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``ids`` on ``device``, copied without waiting where that is safe: only to CUDA, from pinned memory, which torch
     keeps until it has been read. Another device might read the program's memory after it was reused, and a copy to the

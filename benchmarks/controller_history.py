@@ -90,7 +90,7 @@ class Logged:
         """No limit of the context."""
         return UNLIMITED
 
-    def catch_up(self, committed: int) -> int:
+    def unseen(self, committed: int) -> int:
         """As for a model: committed tokens that are not in the cache yet."""
         return committed - 1 - self.seen
 
@@ -108,7 +108,7 @@ class Logged:
         at = min(begin, n - 1)
         reject = self.rejects[at] if right else at
         tokens: list[int] = []
-        self.steps, self.fed = 0, self.catch_up(held) + len(proposed)
+        self.steps, self.fed = 0, self.unseen(held) + len(proposed)
         while len(tokens) < length:
             self.steps += 1
             place = begin + self.steps - 1
@@ -250,7 +250,7 @@ def _replay_one(
     while len(committed) < end:
         held = len(committed)
         limit = end - held - 1 if trace.limited else UNLIMITED
-        length = policy.next_length(limit if model else 0, logged.catch_up(held), held)
+        length = policy.next_length(limit if model else 0, logged.unseen(held), held)
         logged.steps = logged.fed = 0
         most = None if grafting is None else grafting.plan(committed, length, limit)
         if grafting is not None and most is not None:
@@ -272,7 +272,7 @@ def _replay_one(
         if grafting is not None and most is not None:
             grafting.observe(said)
         if outcome.drafter in FREE:
-            policy.passed(outcome)
+            policy.observe_free(outcome)
         else:
             policy.observe(outcome)
         between_s = costs.overhead_s + len(said) * costs.token_s

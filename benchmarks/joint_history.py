@@ -68,7 +68,7 @@ class Answer:
         """The drafter of the next round ("none" for no proposal) and the tokens that it proposes."""
         held, logged = len(self.committed), self.logged
         limit = len(logged.text) - held - 1 if self.trace.limited else UNLIMITED
-        length = self.beside.next_length(limit, answers, logged.catch_up(held))
+        length = self.beside.next_length(limit, answers, logged.unseen(held))
         logged.steps = logged.fed = 0
         if self.grafting is None:
             proposal = logged.propose(self.committed, length, self.beside.adviser) if length else None
@@ -91,7 +91,7 @@ class Answer:
         self.logged.rollback(held + accepted)
         if self.grafting is not None and self.looked:
             self.grafting.observe(said)
-        (self.beside.passed if who in FREE else self.beside.observe)(outcome)
+        (self.beside.observe_free if who in FREE else self.beside.observe)(outcome)
         return len(said)
 
 

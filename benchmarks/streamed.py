@@ -34,7 +34,7 @@ from adaptive.control.goodput import GoodputLength
 from adaptive.control.nodes import NodesByCost
 from adaptive.control.policy import FixedLength, LengthPolicy
 from adaptive.decoding.loop import Decoding
-from adaptive.drafting.ahead import Beside
+from adaptive.drafting.ahead import AheadDrafter
 from adaptive.engines.streamed.engine import PIECE, READERS
 from adaptive.engines.streamed.packed import PackedFile, packed_root
 from adaptive.pair import Pair, load_pair
@@ -211,8 +211,8 @@ def ahead(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
             rounds = [one for answer in answers for one in answer.rounds]
             tokens, seconds = (sum(get(a) for a in answers) for get in (_tokens, lambda a: a.timings.predicted_s))
             drafting, passes_s = (1e3 * sum(get(one) for one in rounds) / len(rounds) for get in (_draft_s, _verify_s))
-            meanwhile = sum(a.drafter.ahead_s for a in answers if isinstance(a.drafter, Beside))
-            waited = sum(a.drafter.waited_s for a in answers if isinstance(a.drafter, Beside))
+            meanwhile = sum(a.drafter.ahead_s for a in answers if isinstance(a.drafter, AheadDrafter))
+            waited = sum(a.drafter.waited_s for a in answers if isinstance(a.drafter, AheadDrafter))
             share = f", {meanwhile / (meanwhile + waited):.3f} of the draft's time beside passes" if on else ""
             speed = f"{tokens / seconds:5.2f} tokens/s, {tokens / len(rounds):5.2f} a pass"
             times = f"a round waits {drafting:6.2f} ms for the draft and takes {passes_s:6.1f} ms beside"

@@ -42,7 +42,7 @@ from adaptive.engines.hf.lora import MergedAdapter
 from adaptive.upstream.kinds import LLAMA_SERVER
 from adaptive.upstream.measure import Answered, Measured, measure
 from checkpoints.store import AdapterStore
-from cli.answered import answered_examples, expected_acceptance
+from cli.publish_replay import answered_examples, expected_acceptance
 from trainers.dataset import loop_start, repeated_ngrams
 from trainers.replay import replay
 

@@ -151,7 +151,7 @@ def _training(chat: Chat, said: str) -> None:
 
 
 def _stats(chat: Chat, said: str) -> None:
-    from adaptive.drafting.ahead import Beside
+    from adaptive.drafting.ahead import AheadDrafter
     from adaptive.speculation import speculation
     from cli.history import print_summary
 
@@ -159,7 +159,7 @@ def _stats(chat: Chat, said: str) -> None:
         print_summary(chat.opened.state, chat.console, session=chat.name)
         chat.console.print(f"last answer: {speculation(chat.opened.assistant).sentence}")
     last = chat.opened.assistant.last
-    if last is not None and isinstance(last.drafter, Beside):
+    if last is not None and isinstance(last.drafter, AheadDrafter):
         chat.console.print(f"last answer: {last.drafter.sentence}")
     if chat.opened.pair.remote is not None:
         chat.console.print(printable_line(chat.opened.pair.remote.sentence), markup=False)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from adaptive.types import Message
     from cli.chat_display import Display
     from cli.chat_input import Keyboard
-    from cli.talk import Talk
+    from cli.chat_talk import Talk
 
 # Share of the context that the conversation may take after its oldest turns were taken out; the rest is for new turns.
 FORGET_TO = 0.5
@@ -48,7 +48,7 @@ class Chat:
         from adaptive.assistant import sampling_params
         from adaptive.control.memory import current_costs
         from adaptive.types import StopParams
-        from cli.talk import Talk
+        from cli.chat_talk import Talk
 
         self.opened = opened
         self.console = console
@@ -140,7 +140,7 @@ class Chat:
 
     def _makes_room(self, text: str) -> bool:
         """Take out the oldest turns, if the user agrees, until the conversation and ``text`` fit."""
-        from cli.talk import Talk
+        from cli.chat_talk import Talk
 
         shorter = Talk(None, tuple(self.talk.messages))
         while shorter.turns and not self._fits(shorter, text):

@@ -132,7 +132,7 @@ def distill(
     if asked is not None and records is None:
         recipe = replace(recipe, buffer=max(recipe.buffer, len(asked)))
     extra = None if data is None else chats_of(settings, data)
-    from cli.answer import answers_logged
+    from cli.distill_prompts import answers_logged
 
     with nullcontext() if asked is None else answers_logged(settings, asked, console):
         outcome = run(settings, recipe, promotion, console, extra, compare)

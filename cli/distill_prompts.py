@@ -1,7 +1,7 @@
 """Has the target answer a file of prompts into the log, at the loop's speed (``distill --prompts``).
 
-A note in the pair's folder says which prompts are asked and which record was the newest before them. The same command
-after an interruption so finds the answers in the log, and asks only the other prompts.
+A note in the pair's folder says which prompts are asked and which record was the newest before them. So the same
+command, after an interruption, finds the answers in the log, and asks only the other prompts.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def head(
         from adaptive.engines.cpu.torch_threads import set_threads
         from adaptive.engines.head.speculators import check_other_weights
         from checkpoints.folder import check_destination, check_writable
+        from trainers.dataset import Stopped
         from trainers.recipe import Recipe
-        from trainers.replay import Stopped
 
     set_threads(settings.threads)
     check_destination(folder, force)

@@ -136,6 +136,12 @@ def as_typed(settings: Settings, *names: str) -> str:
     return " ".join(f"{flags[name]} {shlex.quote(str(value))}" for name, value in values.items() if value is not None)
 
 
+def changed(settings: Settings, *names: str) -> list[str]:
+    """Those of these settings that do not have their default value."""
+    fields = type(settings).model_fields
+    return [name for name in names if getattr(settings, name) != fields[name].default]
+
+
 def shared_options(
     *names: str, without: tuple[str, ...] = (), asks: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:

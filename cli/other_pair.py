@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from adaptive.errors import AdaptiveError
-from cli.options import PAIR, as_typed
+from cli.options import PAIR, as_typed, changed
 
 if TYPE_CHECKING:
     from adaptive.opened import OpenedPair
@@ -19,6 +19,8 @@ OtherTarget = Annotated[
     Optional[str],
     typer.Option(help="Compare with this target: the same weights for another engine.", rich_help_panel=OTHER),
 ]
+# Options that decide how the weights of a pair are held.
+HELD = ("quantize", "draft_quantize", "device", "draft_device", "dtype", "memory")
 OtherDraft = Annotated[Optional[str], typer.Option(help="The draft beside that target.", rich_help_panel=OTHER)]
 
 
@@ -86,5 +88,5 @@ def advice(pair: Pair, here: tuple[float, Settings], other: Pair, there: tuple[f
     if other.target.name == pair.target.name:
         names = "this pair", "the other pair"
     (slow, _, behind), (fast, chosen, best) = sorted(((*here, names[0]), (*there, names[1])), key=lambda one: one[0])
-    typed = as_typed(chosen, *PAIR)
+    typed = as_typed(chosen, *PAIR, *changed(chosen, *HELD))
     return f"{best} is {fast / slow:.2f} times as fast here as {behind}" + (f": use {typed}" if typed else "")

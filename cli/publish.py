@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from adaptive.upstream.kinds import Kind
     from adaptive.upstream.lengths import Advice
     from adaptive.upstream.measure import Measured
-    from cli.published import Published
-    from cli.trial import Tried
+    from cli.publish_drafts import Published
+    from cli.publish_trial import Tried
     from trainers.dataset import Example
     from trainers.replay import Replay
 
@@ -117,10 +117,10 @@ def publish(
         from adaptive.upstream.kinds import LM_STUDIO, VLLM
         from adaptive.upstream.measure import find_kind, measure
         from checkpoints.store import AdapterStore
-        from cli import put, trial
-        from cli.answered import answered_examples, expected_acceptance
+        from cli import publish_notes, publish_trial
         from cli.export import check_encoding
-        from cli.published import AdaptedDraft, PublishedHead, target_rows
+        from cli.publish_drafts import AdaptedDraft, PublishedHead, target_rows
+        from cli.publish_replay import answered_examples, expected_acceptance
         from cli.state import find_state
 
     set_threads(settings.threads)
@@ -130,7 +130,7 @@ def publish(
         raise AdaptiveError("--restart needs --upstream, the address at which the server is measured")
     key = _key(settings, api_key_file)
     url = None if upstream is None else server.checked_url(upstream)
-    kind = server.checked_kind(engine) or (None if url is None else find_kind(url, key))
+    kind = server.checked_kind(engine) or (None if url is None else find_kind(url, key, wait))
     if kind is None:
         raise AdaptiveError("say which server it is for, with --upstream or --engine")
     publishing.check(kind, is_head=head is not None, by_hand=start is None and restart is None)
@@ -141,12 +141,12 @@ def publish(
     named = pair_identity(settings).id == state.root.name
     rows = target_rows(settings) if named and kind is VLLM else None
     published = PublishedHead(settings, head) if head else AdaptedDraft(settings, AdapterStore(state.adapters), rows)
-    draft = published.path((to or put.folder_of(state)).absolute(), kind, encoding)
+    draft = published.path((to or publish_notes.folder_of(state)).absolute(), kind, encoding)
     there = draft.exists()
     if kind is LM_STUDIO:
         with console.status("writing the draft"):
             published.write(draft, kind, encoding)
-        put.keep(state, put.Put(kind.name, published.id, str(draft), 0))
+        publish_notes.keep(state, publish_notes.Put(kind.name, published.id, str(draft), 0))
         said = json.dumps({**_named(published, kind, draft), "options": None}, indent=2) if as_json else None
         typer.echo(said or f"{published.words} is in {draft}; choose it in LM Studio by hand")
         return
@@ -172,23 +172,23 @@ def publish(
     def discard() -> None:
         """Delete the draft, unless it was there before."""
         if not there:
-            put.discard_own(state, draft)
+            publish_notes.discard_own(state, draft)
 
     if restart is not None:
         assert url is not None
         assert before is not None
         asked, is_head = before.prompts, published.is_head
-        running = trial.Server(url, key, kind, restart, file, wait, asked, max_tokens, model, is_head)
+        running = publish_trial.Server(url, key, kind, restart, file, wait, asked, max_tokens, model, is_head)
         with console.status("restarting the server, and measuring it"):
-            given, tokens = put.earlier(state, url, kind), None if chosen else plan.tokens
-            tried = trial.settle(running, before, draft, length, tokens, given, discard)
+            given, tokens = publish_notes.earlier(state, url, kind), None if chosen else plan.tokens
+            tried = publish_trial.settle(running, before, draft, length, tokens, given, discard)
         length = tried.length
         if tried.worse is None:
-            put.remember(state, url, put.Put(kind.name, published.id, str(draft), length))
+            publish_notes.remember(state, url, publish_notes.Put(kind.name, published.id, str(draft), length))
         else:
             discard()
     else:
-        put.keep(state, put.Put(kind.name, published.id, str(draft), length))
+        publish_notes.keep(state, publish_notes.Put(kind.name, published.id, str(draft), length))
         if file is not None and edited is not None:
             file.write(edited)
     options = publishing.options(kind, draft, length, published.is_head)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.upstream.publishing import takes_gguf
-from cli.put import discard
+from cli.publish_notes import discard
 
 if TYPE_CHECKING:
     from adaptive.pair import Source

@@ -19,7 +19,7 @@ from adaptive.upstream import publishing
 from adaptive.upstream.kinds import Kind
 from adaptive.upstream.lengths import advise, round_costs
 from adaptive.upstream.measure import Measured, each_accepted, measure
-from cli.put import Put
+from cli.publish_notes import Put
 
 # Falls beyond which the draft is removed again. FELL: of the probability that a drafted token is accepted, or of the
 # tokens a round; SLOWER: of the speed, as a share, where only that is known. Two measurements of one server differ by

@@ -15,7 +15,7 @@ from test_lossless_sampled import PARAMS, PROMPT, VOCAB, exact_distribution, mod
 from adaptive.assistant import Assistant
 from adaptive.control.policy import Advice, FixedLength, LengthPolicy
 from adaptive.drafting import outcomes
-from adaptive.drafting.ahead import Beside, ChainAhead, GuessAhead, TreeAhead, Worker
+from adaptive.drafting.ahead import AheadDrafter, ChainAhead, GuessAhead, TreeAhead, Worker
 from adaptive.drafting.proposal import Proposal
 from adaptive.engines.cpu.kernels import library
 from adaptive.engines.hf.engine import TransformersEngine
@@ -335,7 +335,7 @@ def test_a_streamed_target_says_what_it_says_alone(
     plain, drafted = Assistant(streamed, FixedLength(0), None), Assistant(streamed, policy, None)
     assert answers(drafted, prompts[:2], sampling, 30) == answers(plain, prompts[:2], sampling, 30)
     assert drafted.last is not None
-    assert isinstance(drafted.last.drafter, Beside)
+    assert isinstance(drafted.last.drafter, AheadDrafter)
     assert drafted.last.drafter.ahead_s > 0
     assert drafted.last.accepted > 0
 
@@ -417,7 +417,7 @@ def test_nothing_is_drafted_ahead_on_a_draft_that_is_being_changed(streamed: Pai
         steps = assistant.chat([Message("user", "Count.")], GREEDY, StopParams(max_new_tokens=4, ignore_eos=True))
         assert len(list(steps)) == 4
         assert assistant.last is not None
-        assert isinstance(assistant.last.drafter, Beside)
+        assert isinstance(assistant.last.drafter, AheadDrafter)
         assert assistant.last.drafter.ahead_s == 0.0
     finally:
         assistant.finish_swap()

@@ -12,7 +12,7 @@ from test_ahead import GREEDY, drafter_of
 from test_lossless_sampled import VOCAB
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adaptive.drafting.ahead import Beside, ChainAhead, TreeAhead, Worker
+from adaptive.drafting.ahead import AheadDrafter, ChainAhead, TreeAhead, Worker
 from adaptive.drafting.outcomes import SLICE
 from adaptive.engines.hf.engine import TransformersEngine
 
@@ -66,7 +66,7 @@ def test_a_prompt_that_was_read_in_part_is_read_on_from_there(draft: Transformer
 @pytest.mark.parametrize("kind", [ChainAhead, TreeAhead])
 def test_preparing_passes_does_not_end_the_reading_of_a_prompt(draft: TransformersEngine, kind: Any) -> None:
     """The loop prepares passes after the reading has begun."""
-    beside = Beside(drafter_of(kind, draft, GREEDY, VOCAB).drafter, Worker())
+    beside = AheadDrafter(drafter_of(kind, draft, GREEDY, VOCAB).drafter, Worker())
     beside.begin(TEXT)
     beside.prepare(len(TEXT) + 10, None)
     until = time.monotonic() + 30

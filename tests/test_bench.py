@@ -10,7 +10,7 @@ from conftest import Command, save_random_pair
 
 from adaptive.settings import load_settings
 from cli.contenders import repeated
-from cli.other import other_settings
+from cli.other_pair import other_settings
 
 
 def test_bench_lists_every_contender_with_the_same_greedy_answer(adaptive: Command, tmp_path: Path) -> None:

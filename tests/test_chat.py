@@ -31,8 +31,8 @@ from adaptive.types import Message
 from cli.chat import converse
 from cli.chat_input import Keyboard, is_command
 from cli.chat_session import Chat
+from cli.chat_talk import Talk
 from cli.opened import open_pair
-from cli.talk import Talk
 
 
 @pytest.mark.parametrize(

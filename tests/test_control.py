@@ -156,8 +156,8 @@ def test_calibration_learns_what_confidence_is_worth() -> None:
         hit = rng.random() < (0.5 if sure > 0.5 else 0.15)
         calibration.observe([bin_of(sure)], 1, int(hit))
         calibration.calibrate()
-    assert calibration.of(0.85)[0] == pytest.approx(0.5, abs=0.12)
-    assert calibration.of(0.15)[0] == pytest.approx(0.15, abs=0.1)
+    assert calibration.table[bin_of(0.85)] == pytest.approx(0.5, abs=0.12)
+    assert calibration.table[bin_of(0.15)] == pytest.approx(0.15, abs=0.1)
     assert calibration.table == sorted(calibration.table)
 
 
@@ -349,7 +349,7 @@ def test_rounds_of_a_grammar_are_no_time_between_rounds() -> None:
         policy.next_length(0, 0, 100)
         for outcome in (Round("none", 0, 0, 0.0, TABLE.verify_s[0]), Round("grammar", 3, 3, 0.0, 0.3)):
             clock.now += outcome.verify_s + TABLE.overhead_s
-            (policy.passed if outcome.drafter == "grammar" else policy.observe)(outcome)
+            (policy.observe_free if outcome.drafter == "grammar" else policy.observe)(outcome)
     assert policy.costs.round(0) - policy.costs.verify(0) < 2 * TABLE.overhead_s
 
 

@@ -30,11 +30,11 @@ from adaptive.errors import AdaptiveError
 from adaptive.records.writer import LogWriter
 from adaptive.types import SamplingParams
 from checkpoints.manifest import BaseDraft
-from trainers.dataset import Example, examples, read_log
+from trainers.dataset import Example, Stopped, examples, read_log
 from trainers.eagle import EagleStart, EagleStudent, grow, start_of, taps_of
 from trainers.fit import Progress
 from trainers.recipe import Recipe
-from trainers.replay import Stopped, acceptance_rate
+from trainers.replay import acceptance_rate
 from trainers.sets import Sets, gather
 from trainers.states import States, narrowed, with_states
 

@@ -219,7 +219,7 @@ def test_a_proposal_in_one_call_is_the_one_made_token_by_token(params: SamplingP
         found = []
         for held, drafts in pairs:
             held.extend(committed[held.length : -1], 1)
-            assert drafts.catch_up(len(committed)) == len(committed) - 1 - drafts.sequence.length
+            assert drafts.unseen(len(committed)) == len(committed) - 1 - drafts.sequence.length
             found.append(drafts.propose(committed, length, None if below is None else advise))
         one, other = found
         assert (one is None) == (other is None)

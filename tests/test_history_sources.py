@@ -69,7 +69,7 @@ def run(
                     accepted += min(by_model, drafted) if accepted == most else 0
                 verify_s = COSTS.verify_s[most + drafted]
                 outcome = Round(name, most + drafted, accepted, draft_s, verify_s, most if behind else 0)
-                (policy.observe if behind else policy.passed)(outcome)
+                (policy.observe if behind else policy.observe_free)(outcome)
                 who.append(name)
                 waiting = max(0, accepted + 1 - most - drafted) if behind else waiting + 1 + accepted
                 break
@@ -170,7 +170,7 @@ def test_a_prompt_is_read_where_the_rest_of_the_answer_is_worth_it(by_model: int
             lead = policy.lead([0.5], length, 120 - said)
             if lead.history:
                 accepted = len(who) % 2
-                policy.passed(Round(HISTORY, 1, accepted, 0.0, COSTS.verify_s[1]))
+                policy.observe_free(Round(HISTORY, 1, accepted, 0.0, COSTS.verify_s[1]))
                 who.append(HISTORY)
                 waiting += 1 + accepted
             else:
@@ -274,7 +274,7 @@ def test_history_verifies_no_more_than_is_worth_its_time_at_the_rate_that_it_rea
         policy.next_length(0, 0, 100)
         lengths.append(policy.lead(promised, 0, 100).history)
         rates.append(policy.rate)
-        policy.passed(Round(HISTORY, lengths[-1], min(6, lengths[-1]), 0.0, dear.verify_s[lengths[-1]]))
+        policy.observe_free(Round(HISTORY, lengths[-1], min(6, lengths[-1]), 0.0, dear.verify_s[lengths[-1]]))
     assert set(lengths) == {6}
     assert rates[0] * 0.008 < sum(promised[6:]) < rates[-1] * 0.008
 
@@ -290,7 +290,7 @@ def test_answers_that_share_rounds_verify_no_more_of_history_than_is_worth_it_at
         for answer in answers:
             answer.next_length(0, 2)
             lengths.append(answer.lead(promised, 0, 100).history)
-            answer.passed(Round(HISTORY, lengths[-1], min(6, lengths[-1]), 0.0, 0.01))
+            answer.observe_free(Round(HISTORY, lengths[-1], min(6, lengths[-1]), 0.0, 0.01))
             rates.append(answer._rate_behind(True))
     assert set(lengths) == {6}
     assert rates[0] * 0.004 < sum(promised[6:]) < rates[-1] * 0.004
@@ -308,7 +308,7 @@ def looks(policy: GoodputWithHistory, rounds: int, reach: list[float], look_s: f
             found.append(number)
             policy.look_took(look_s)
         if lead.history:
-            policy.passed(Round(HISTORY, lead.history, lead.history, 0.0, round_s))
+            policy.observe_free(Round(HISTORY, lead.history, lead.history, 0.0, round_s))
         else:
             policy.observe(Round("none", 0, 0, 0.0, round_s))
     return found
@@ -381,7 +381,7 @@ def test_without_a_draft_history_need_not_beat_one() -> None:
     for _ in range(100):
         assert policy.next_length(0, 0, 100) == 0
         leads.append(policy.lead([0.2, 0.1], 0, 100))
-        policy.passed(Round(HISTORY, leads[-1].history, 0, 0.0, COSTS.verify_s[leads[-1].history]))
+        policy.observe_free(Round(HISTORY, leads[-1].history, 0, 0.0, COSTS.verify_s[leads[-1].history]))
     assert all(lead.history > 0 and not lead.model for lead in leads)
     policy.next_length(100, 0, 100)
     assert policy.lead([0.2, 0.1], 16, 100) == (0, 16)

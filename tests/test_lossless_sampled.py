@@ -120,7 +120,7 @@ class Certain:
     def limit(self, committed: int) -> int:
         return 8
 
-    def catch_up(self, committed: int) -> int:
+    def unseen(self, committed: int) -> int:
         return 0
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal:

@@ -35,9 +35,9 @@ from adaptive.upstream.measure import Answered, Measured
 from adaptive.upstream.publishing import restart
 from checkpoints.manifest import BaseDraft
 from checkpoints.store import AdapterStore
-from cli import put
+from cli import publish_notes
 from cli.publish import _held_out, _prompts
-from cli.published import AdaptedDraft
+from cli.publish_drafts import AdaptedDraft
 from trainers.dataset import Example, read_log, split
 from trainers.lora import Recipe, attach
 
@@ -183,16 +183,16 @@ def test_the_key_of_the_settings_is_the_servers(
 
 def test_a_server_gets_back_what_it_had_and_not_what_another_had(adaptive: Any, state: PairState, box: Any) -> None:
     server, start, running = box
-    of_another = put.Put("llama-server", "0001", "/drafts/other.gguf", 3)
-    put.remember(state, "http://127.0.0.1:1", of_another)
-    put.remember(state, server.url, of_another)  # a server of another kind was at this address
+    of_another = publish_notes.Put("llama-server", "0001", "/drafts/other.gguf", 3)
+    publish_notes.remember(state, "http://127.0.0.1:1", of_another)
+    publish_notes.remember(state, server.url, of_another)  # a server of another kind was at this address
     given = start.with_name("given")
     restart = f'cp {start} {running}; echo "<$ADAPTIVE_DRAFT>" >> {given}'
     asked = ("--upstream", server.url, "--start", str(start), "--restart", restart, "--draft-length", "3")
     status, _, errors = adaptive("publish", *asked)
     assert status == 1, errors
     assert given.read_text().splitlines()[-1] == "<>"
-    assert put.earlier(state, "http://127.0.0.1:1", LLAMA_SERVER) == of_another
+    assert publish_notes.earlier(state, "http://127.0.0.1:1", LLAMA_SERVER) == of_another
 
 
 def test_sglang_gets_no_head_and_lm_studio_its_file_by_hand(adaptive: Any, state: PairState, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from test_publish import measured
 from adaptive.upstream.lengths import RoundCosts, advise, round_costs
 from adaptive.upstream.measure import Answered, Measured, counted, each_accepted
 from cli.publish import compared
-from cli.trial import Tried, worse_than
+from cli.publish_trial import Tried, worse_than
 
 
 def answers(round_s: float, token_s: float, lengths: list[float]) -> list[Answered]:

@@ -18,7 +18,7 @@ from upstream_server import until
 
 from adaptive.state import PairState
 from checkpoints.store import AdapterStore
-from cli import put
+from cli import publish_notes
 
 
 def test_drafts_that_no_server_uses_any_more_are_deleted(
@@ -39,19 +39,19 @@ def test_drafts_that_no_server_uses_any_more_are_deleted(
     assert publish(good) == 0
     (first,) = folder.iterdir()
     mine = tmp_path / "mine"
-    put.remember(state, "http://other", put.Put("vllm", "0001", str(mine), 3))
+    publish_notes.remember(state, "http://other", publish_notes.Put("vllm", "0001", str(mine), 3))
     mine.touch()
     use(store, save_random_adapter(BUNDLED / "draft", tmp_path / "second", seed=7), store.list()[0].base)
     assert publish(good.replace("0001", "0002")) == 0
     (left,) = folder.iterdir()
     assert left != first
-    put.remember(state, "http://other", put.Put("vllm", "0002", str(left), 3))
+    publish_notes.remember(state, "http://other", publish_notes.Put("vllm", "0002", str(left), 3))
     assert mine.exists()  # in a folder of the user's
-    put.remember(state, server.url, put.Put("vllm", "0002", str(mine), 3))
+    publish_notes.remember(state, server.url, publish_notes.Put("vllm", "0002", str(mine), 3))
     assert left.exists()  # the other server has it
     status, out, errors = adaptive("publish", "--engine", "vllm", "--json")
     assert (status, json.loads(out)["draft"]) == (0, str(left)), errors
-    put.remember(state, "http://other", put.Put("vllm", "0002", str(mine), 3))
+    publish_notes.remember(state, "http://other", publish_notes.Put("vllm", "0002", str(mine), 3))
     assert left.exists()  # somebody starts a server with it by hand
 
 

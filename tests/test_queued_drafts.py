@@ -20,7 +20,7 @@ from adaptive.control.costs import LONGEST
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.policy import FixedLength
 from adaptive.control.stopping import Stopping
-from adaptive.decoding.loop import outcome_of, speculative_round
+from adaptive.decoding.loop import round_of, speculative_round
 from adaptive.decoding.verifier import Verifier
 from adaptive.decoding.verify import verify_on_device
 from adaptive.drafting.model import ModelDrafter
@@ -225,7 +225,7 @@ def test_the_rule_for_tokens_of_which_not_all_count_is_the_rule_for_those_that_d
             assert (mine.accepted, mine.tokens) == (theirs.accepted, theirs.tokens)
             assert torch.equal(torch.as_tensor(mine.chosen), torch.as_tensor(theirs.chosen))
             assert torch.equal(sides[0].column(5), sides[1].column(5)), "they took other numbers of random numbers"
-            outcome = outcome_of(Proposal("model", tokens, q, queued=queued), mine, 1.0, 2.0)
+            outcome = round_of(Proposal("model", tokens, q, queued=queued), mine, 1.0, 2.0)
             assert (outcome.drafted, outcome.drafter) == (count, "model" if count else "none")
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from records_factory import DEFAULT_ROUNDS, generation
@@ -38,6 +41,16 @@ def count(path: Path) -> int:
         return log.count()
 
 
+def _after(begun: threading.Event, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which waits for the event first."""
+
+    def waits(*given: Any) -> Any:
+        assert begun.wait(60)
+        return call(*given)
+
+    return waits
+
+
 def wait_for(path: Path, records: int) -> None:
     """Wait until at most this many records are left."""
     deadline = time.monotonic() + 60
@@ -47,11 +60,23 @@ def wait_for(path: Path, records: int) -> None:
 
 
 @pytest.mark.parametrize("keep", [Keep(days=0.9), Keep(gigabytes=1e-9)])
-def test_a_record_is_written_before_all_old_ones_are_deleted(path: Path, keep: Keep) -> None:
+def test_a_record_is_written_before_all_old_ones_are_deleted(
+    path: Path, keep: Keep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, insert_one = list[int](), LogWriter._insert
+
+    def inserted(self: LogWriter, waiting: Any) -> int:
+        left.append(count(path))
+        return insert_one(self, waiting)
+
+    monkeypatch.setattr(LogWriter, "_insert", inserted)
+    began = threading.Event()
+    monkeypatch.setattr(Keep, "enforce", _after(began, Keep.enforce))
     with LogWriter(path, keep=keep) as writer:
         writer.write(generation(MANY, created=time.time()))
+        began.set()  # the deletion begins only now, and gives way at once
         assert writer.flush()
-        assert count(path) > MANY // 20
+        assert left[0] > MANY // 20
         wait_for(path, MANY // 100)
 
 
@@ -59,8 +84,16 @@ def test_closing_does_not_wait_for_the_deletion_and_the_next_start_continues_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writing, "CLOSING_S", 0.0)
-    with LogWriter(path, keep=Keep(days=1)):
-        pass
+    began = threading.Event()
+    with monkeypatch.context() as patched:
+        patched.setattr(Keep, "enforce", _after(began, Keep.enforce))
+        writer = LogWriter(path, keep=Keep(days=1))
+        closing = threading.Thread(target=writer.close)
+        closing.start()
+        while not writer._closing:
+            time.sleep(0.01)
+        began.set()
+        closing.join()
     assert count(path) > MANY // 20
     with LogWriter(path, keep=Keep(days=1)):
         wait_for(path, MANY // 100)

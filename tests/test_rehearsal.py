@@ -15,11 +15,11 @@ from test_trainer_command import TEMPLATE, tokenizer
 from adaptive.types import SamplingParams
 from checkpoints.store import AdapterStore
 from trainers import lora
-from trainers.dataset import Example
+from trainers.dataset import Example, Stopped
 from trainers.fit import Progress, fit
 from trainers.recipe import Recipe
 from trainers.rehearsal import ANSWER, MARK, QUESTION, SHORTEST, TEXTS, Frame, Rehearsal, rehearsal_of, sample
-from trainers.replay import Stopped, acceptance_rate, replay
+from trainers.replay import acceptance_rate, replay
 from trainers.run import distill
 
 COUNT = 24

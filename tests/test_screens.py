@@ -26,9 +26,9 @@ from rich.console import Console
 
 from adaptive.records.writer import LogWriter
 from adaptive.types import Message, Round
+from cli.chat_talk import Talk
 from cli.demo import UNTRAINED
 from cli.demo_figures import Tally, figures_table
-from cli.talk import Talk
 
 SCREENS = Path(__file__).parent / "screens"
 WIDTHS = (60, 80, 200)

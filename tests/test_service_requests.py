@@ -139,7 +139,10 @@ def test_a_request_that_any_page_of_this_machine_can_send_changes_nothing(server
 def test_only_pages_of_a_listed_origin_may_ask_and_read_without_a_key(server: Server) -> None:
     asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type,x-session-id"}
     for origin in ("https://evil.example", f"{LISTED}:8443", f"{LISTED}.evil.example", "null"):
-        assert httpx.options(f"{server.url}/v1/completions", headers={**asks, "Origin": origin}).status_code == 403
+        assert (
+            httpx.options(f"{server.url}/v1/completions", headers={**asks, "Origin": origin}, timeout=60).status_code
+            == 403
+        )
         refused = httpx.get(f"{server.url}/slots", headers={"Origin": origin}, timeout=60)
         assert refused.status_code == 403
         assert "access-control-allow-origin" not in refused.headers

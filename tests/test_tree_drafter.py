@@ -88,7 +88,7 @@ def test_it_goes_on_from_what_was_committed(models: tuple[TransformersEngine, Tr
     drafter.propose(PROMPT, 12)
     committed = [*PROMPT, 1, 5, 2]
     drafter.rollback(len(PROMPT) + 1)
-    assert drafter.catch_up(len(committed)) == 2
+    assert drafter.unseen(len(committed)) == 2
     assert drafter.propose(committed, 12) == drafter_of(draft, GREEDY).propose(committed, 12)
 
 

@@ -21,8 +21,8 @@ from upstream_server import CLOSE, Heard, plain, scripted
 
 from adaptive.upstream.kinds import LLAMA_SERVER
 from adaptive.upstream.publishing import StartFile
-from cli.answered import expected_acceptance
-from cli.trial import Server, Tried, settle
+from cli.publish_replay import expected_acceptance
+from cli.publish_trial import Server, Tried, settle
 from trainers.replay import Replay
 
 ROUNDS = 1000
@@ -108,7 +108,7 @@ import signal, sys
 from pathlib import Path
 from adaptive.upstream.kinds import LLAMA_SERVER
 from adaptive.upstream.publishing import StartFile
-from cli.trial import Server, settle
+from cli.publish_trial import Server, settle
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell turns off for what it runs in the background
 url, start, command = sys.argv[1:]
@@ -182,7 +182,7 @@ def test_what_is_interrupted_is_undone_or_said_to_stay(tmp_path: Path, moment: s
 
 def test_a_signal_that_is_ignored_interrupts_nothing() -> None:
     """As under nohup."""
-    script = "import os, signal\nfrom cli.trial import _ended_as_interrupted\nwith _ended_as_interrupted():\n"
+    script = "import os, signal\nfrom cli.publish_trial import _ended_as_interrupted\nwith _ended_as_interrupted():\n"
     script += "    os.kill(os.getpid(), signal.SIGHUP)\n"
     for handler, status in (("SIG_IGN", 0), ("SIG_DFL", -signal.SIGINT)):
         words = [sys.executable, "-c", f"import signal\nsignal.signal(signal.SIGHUP, signal.{handler})\n{script}"]

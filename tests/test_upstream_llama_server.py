@@ -31,8 +31,8 @@ from adaptive.settings import load_settings
 from adaptive.types import Generation
 from adaptive.upstream.kinds import LLAMA_SERVER
 from adaptive.upstream.measure import find_kind, measure
-from cli.answered import answered_examples, expected_acceptance
-from cli.published import PublishedHead
+from cli.publish_drafts import PublishedHead
+from cli.publish_replay import answered_examples, expected_acceptance
 from trainers.replay import replay
 
 PROGRAM = os.environ.get("LLAMA_SERVER") or shutil.which("llama-server")

@@ -61,7 +61,9 @@ def test_a_stream_without_the_marks_of_its_reasoning_is_not_logged(
         connection.sendall(STREAM + b"".join(map(chunk, [*lines, b"data: [DONE]\n\n"])) + chunk(b""))
 
     here = stage(script, kind="vllm")
-    direct, through = (httpx.post(url + CHAT, json={**ASK, "stream": True}) for url in (here.server.url, here.url))
+    direct, through = (
+        httpx.post(url + CHAT, json={**ASK, "stream": True}, timeout=60) for url in (here.server.url, here.url)
+    )
     assert through.content == direct.content
     until(lambda: here.book.counts["logged"] + here.book.counts["missed"] == 1)
     assert here.book.counts["logged"] == logged, here.book.problems
@@ -79,7 +81,7 @@ def test_an_answer_that_is_not_certain_does_not_keep_the_others_from_the_log(sta
         connection.sendall(plain(json.dumps({"choices": choices}).encode()))
 
     here = stage(script)
-    assert httpx.post(here.url + CHAT, json={**ASK, "n": 3}).status_code == 200
+    assert httpx.post(here.url + CHAT, json={**ASK, "n": 3}, timeout=60).status_code == 200
     assert [record.output.tolist() for record in here.logged(2)] == [[FIRST, FIRST + 1, FIRST + 2]] * 2
     assert here.book.counts == {"missed": 1, "logged": 2, "supervised": 2}
 
@@ -98,7 +100,7 @@ def test_logging_waits_while_a_request_is_open_but_not_for_ever(stage: Make, mon
             monkeypatch.setattr("adaptive.upstream.logbook.PATIENCE_S", patience_s)
             waiting = pool.submit(httpx.post, here.url + CHAT, json={**ASK, "user": "wait"}, timeout=60)
             until(lambda: len(here.server.asked(CHAT)) % 2 == 1)
-            httpx.post(here.url + CHAT, json=ASK)
+            httpx.post(here.url + CHAT, json=ASK, timeout=60)
             if logged:
                 here.logged(3)
             else:
@@ -113,14 +115,14 @@ def test_logging_waits_while_a_request_is_open_but_not_for_ever(stage: Make, mon
 def test_nothing_is_added_and_nothing_logged_for_who_opts_out(stage: Make) -> None:
     here = stage(say)
     body = json.dumps(ASK).encode()
-    httpx.post(here.url + CHAT, content=body, headers={"X-Adaptive-Record": "off"})
+    httpx.post(here.url + CHAT, content=body, headers={"X-Adaptive-Record": "off"}, timeout=60)
     private = json.dumps({**ASK, "store": False}).encode()
-    httpx.post(here.url + CHAT, content=private)
+    httpx.post(here.url + CHAT, content=private, timeout=60)
     assert [heard.body for heard in here.server.asked(CHAT)] == [body, private]
     assert "adaptive-record" not in here.server.heard[0].head.lower()
-    httpx.post(here.url + CHAT, json=ASK)
+    httpx.post(here.url + CHAT, json=ASK, timeout=60)
     assert len(here.logged(1)) == 1
-    assert httpx.get(here.url + "/adaptive/upstream").json()["private"] == 2
+    assert httpx.get(here.url + "/adaptive/upstream", timeout=60).json()["private"] == 2
 
 
 def test_what_a_server_does_not_take_is_left_out(stage: Make) -> None:
@@ -136,10 +138,10 @@ def test_what_a_server_does_not_take_is_left_out(stage: Make) -> None:
             say(heard, connection)
 
     here = stage(script, kind="vllm")
-    wrong = httpx.post(here.url + CHAT, json={**ASK, "wrong": 1})
+    wrong = httpx.post(here.url + CHAT, json={**ASK, "wrong": 1}, timeout=60)
     assert (wrong.status_code, wrong.content) == (400, b'{"error":"wrong"}')
     for _ in range(3):
-        assert httpx.post(here.url + CHAT, json=ASK).status_code == 200
+        assert httpx.post(here.url + CHAT, json=ASK, timeout=60).status_code == 200
     assert tops(here) == [20, None, 20, None, 20, None, 5]
     assert here.proxy.status()["alternatives"] == 5
 
@@ -158,19 +160,19 @@ def test_a_server_that_fails_now_and_then_is_asked_for_as_many(stage: Make) -> N
 
     here = stage(script)
     for _ in range(6):
-        assert httpx.post(here.url + CHAT, json=ASK).status_code == 200
+        assert httpx.post(here.url + CHAT, json=ASK, timeout=60).status_code == 200
     assert tops(here) == [20, None, 20] * 3
 
 
 def test_what_is_asked_of_a_server_is_not_fixed_while_it_is_loading(stage: Make) -> None:
     loading = plain(b'{"error":"loading"}', status="503 Service Unavailable", more=CLOSE)
     here = stage(lambda h, c: c.sendall(loading) if h.path == "/v1/models" else say(h, c), kind="loading")
-    httpx.post(here.url + CHAT, json=ASK)
+    httpx.post(here.url + CHAT, json=ASK, timeout=60)
     here.logged(1)
     assert here.proxy.status()["alternatives"] is None
     assert not here.server.asked("/apply-template")
     here.server.kind = "llama-server"
-    httpx.post(here.url + CHAT, json=ASK)
+    httpx.post(here.url + CHAT, json=ASK, timeout=60)
     assert [record.engine for record in here.logged(2)] == ["upstream unknown", "upstream llama-server"]
     assert tops(here) == [20, 20]
     assert here.server.asked("/apply-template")  # its prompts are checked as those of a llama-server
@@ -180,7 +182,7 @@ def test_a_log_that_fails_touches_no_request(stage: Make) -> None:
     here = stage(say)
     here.writer.close()  # from now on every write raises
     for _ in range(3):
-        assert httpx.post(here.url + CHAT, json=ASK).status_code == 200
+        assert httpx.post(here.url + CHAT, json=ASK, timeout=60).status_code == 200
     until(lambda: here.book.counts["missed"] == 3)
     assert "RuntimeError" in next(iter(here.book.problems))
 
@@ -195,12 +197,12 @@ def test_what_is_no_chat_of_text_is_not_logged_and_passes(stage: Make) -> None:
     here = stage(script)
     picture = {"type": "image_url", "image_url": {"url": "data:"}}
     answer = httpx.post(
-        here.url + CHAT, content=json.dumps({"messages": [{"role": "user", "content": [picture]}]}).encode()
+        here.url + CHAT, content=json.dumps({"messages": [{"role": "user", "content": [picture]}]}).encode(), timeout=60
     )
     assert answer.status_code == 200
     broken = [b"", b"[1]", b'{"messages":', b"\xff"]
     for body in broken:
-        assert httpx.post(here.url + CHAT, content=body).status_code == 400
+        assert httpx.post(here.url + CHAT, content=body, timeout=60).status_code == 400
     assert [heard.body for heard in here.server.asked(CHAT)[1:]] == broken
     until(lambda: here.book.counts["missed"] == 1)
     assert "more than text" in next(iter(here.book.problems))
@@ -216,12 +218,12 @@ def test_answers_of_other_models_pass_and_are_not_logged(stage: Make) -> None:
     said = plain(json.dumps({"data": listed}).encode(), more=CLOSE)
     here = stage(lambda h, c: c.sendall(said) if h.path == "/v1/models" else say(h, c), kind="several")
     body = json.dumps({**ASK, "model": "lora"}).encode()
-    assert httpx.post(here.url + CHAT, content=body).status_code == 200
+    assert httpx.post(here.url + CHAT, content=body, timeout=60).status_code == 200
     assert here.server.asked(CHAT)[0].body == body
     assert here.proxy.status()["log"]["missed"] == 1
     assert "another model" in next(iter(here.proxy.status()["log"]["why_not"]))
     for more in ({"model": "base"}, {"model": "name"}, {}):
-        assert httpx.post(here.url + CHAT, json={**ASK, **more}).status_code == 200
+        assert httpx.post(here.url + CHAT, json={**ASK, **more}, timeout=60).status_code == 200
     assert len(here.logged(3)) == 3
     assert here.book.counts["missed"] == 1
     assert len(here.server.asked("/v1/models")) == 1
@@ -239,12 +241,12 @@ def test_a_model_that_a_server_gets_later_is_not_the_target(stage: Make) -> None
 
     here = stage(script, kind="several")
     for model in ("any", "any", "first"):
-        assert httpx.post(here.url + CHAT, json={**ASK, "model": model}).status_code == 200
+        assert httpx.post(here.url + CHAT, json={**ASK, "model": model}, timeout=60).status_code == 200
     assert len(here.server.asked("/v1/models")) == 1
     here.logged(3)
     listed.insert(0, {"id": "second", "owned_by": "llamacpp"})
     for model in ("second", "first"):
-        assert httpx.post(here.url + CHAT, json={**ASK, "model": model}).status_code == 200
+        assert httpx.post(here.url + CHAT, json={**ASK, "model": model}, timeout=60).status_code == 200
     here.logged(4)
     assert here.book.counts["missed"] == 1
     assert here.proxy.served is not None
@@ -273,10 +275,10 @@ def test_a_router_is_asked_about_the_model_that_a_request_names(stage: Make, mon
     here = stage(script)
     here.server.missing = ()
     body = {"messages": ASK["messages"], "model": "m/m"}
-    httpx.post(here.url + CHAT, json=body)
+    httpx.post(here.url + CHAT, json=body, timeout=60)
     here.logged(1)
     loading = False
-    httpx.post(here.url + CHAT, json=body)
+    httpx.post(here.url + CHAT, json=body, timeout=60)
     first, second = here.logged(2)
     assert first.prompt.tolist() == second.prompt.tolist() == tokens
     assert (first.sampling.temperature, second.sampling.temperature, second.sampling.top_k) == (1.0, 0.8, 40)
@@ -291,14 +293,14 @@ def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytes
         folder.touch()  # a file is in the place of the folder
 
         def problem() -> str | None:
-            return httpx.get(url + "/adaptive/upstream").json()["log"]["problem"]
+            return httpx.get(url + "/adaptive/upstream", timeout=60).json()["log"]["problem"]
 
         with served(Proxy(server.url, book, 4)) as url:
             assert problem() is None
-            httpx.post(url + CHAT, json=ASK)
+            httpx.post(url + CHAT, json=ASK, timeout=60)
             until(lambda: "cannot be written" in (problem() or ""))
             for number in range(3):
-                httpx.post(url + CHAT, json=ASK)
+                httpx.post(url + CHAT, json=ASK, timeout=60)
                 until(lambda number=number: book.counts["logged"] == number + 2)
             assert caplog.text.count("cannot be written") == 1
         book.close()
@@ -309,7 +311,7 @@ def test_a_compressed_answer_is_counted_with_its_reason(stage: Make) -> None:
     packed = gzip.compress(b'{"choices": []}')
     here = stage(lambda h, c: c.sendall(plain(packed, more=f"Content-Encoding: gzip\r\n{CLOSE}")))
     for asked in (ASK, {**ASK, "logprobs": True}):
-        assert httpx.post(here.url + CHAT, json=asked).json() == {"choices": []}
+        assert httpx.post(here.url + CHAT, json=asked, timeout=60).json() == {"choices": []}
     assert all("accept-encoding: identity" in heard.head.lower() for heard in here.server.asked(CHAT))
     assert list(here.book.problems.values()) == [2]
     assert "compresses" in next(iter(here.book.problems))
@@ -322,10 +324,10 @@ def test_what_is_not_written_as_it_is_shown_is_not_logged(stage: Make, more: dic
     here = stage(say)
     for path, asked in (("/v1/completions", {"prompt": "Once"}), (CHAT, ASK)):
         body = json.dumps({**asked, **more}).encode()
-        direct, through = (httpx.post(url + path, content=body) for url in (here.server.url, here.url))
+        direct, through = (httpx.post(url + path, content=body, timeout=60) for url in (here.server.url, here.url))
         assert through.content == direct.content
         assert {heard.body for heard in here.server.asked(path)} == {body}
-    httpx.post(here.url + CHAT, json=ASK)
+    httpx.post(here.url + CHAT, json=ASK, timeout=60)
     assert len(here.logged(1)) == 1
     assert here.book.counts["missed"] == 2
     assert next(iter(more)) in next(iter(here.book.problems))
@@ -349,11 +351,11 @@ def test_a_preflight_needs_no_key() -> None:
         proxy = Proxy(server.url, None, 4)
         with on_a_thread(Door(proxy, "secret"), server_header=False, date_header=False) as url:
             preflight = {"Origin": "http://page.example", "Access-Control-Request-Method": "POST"}
-            answer = httpx.options(url + CHAT, headers=preflight)
+            answer = httpx.options(url + CHAT, headers=preflight, timeout=60)
             assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "*")
             assert [heard.head.split()[0] for heard in server.heard] == ["OPTIONS"]
-            assert httpx.options(url + CHAT).status_code == 401
-            assert httpx.post(url + CHAT, json=ASK, headers=preflight).status_code == 401
+            assert httpx.options(url + CHAT, timeout=60).status_code == 401
+            assert httpx.post(url + CHAT, json=ASK, headers=preflight, timeout=60).status_code == 401
             assert len(server.heard) == 1
 
 
@@ -361,7 +363,7 @@ def test_a_session_is_named_as_the_header_says_it(stage: Make) -> None:
     """In UTF-8, which most clients write, or in Latin-1; an empty header names none."""
     here = stage(say)
     for header in ("Käse".encode(), "Käse".encode("latin-1"), b"", None):
-        httpx.post(here.url + CHAT, json=ASK, headers={} if header is None else {b"X-Session-Id": header})
+        httpx.post(here.url + CHAT, json=ASK, headers={} if header is None else {b"X-Session-Id": header}, timeout=60)
     assert sorted(str(record.session) for record in here.logged(4)) == ["Käse", "Käse", "upstream", "upstream"]
 
 
@@ -372,12 +374,12 @@ def test_without_a_key_pages_of_other_sites_are_not_passed_on(monkeypatch: pytes
         proxy = Proxy(server.url, None, 4)
         with on_a_thread(Door(proxy, None), server_header=False, date_header=False) as url:
             for method in ("POST", "GET", "OPTIONS"):
-                answer = httpx.request(method, url + CHAT, headers={"Origin": "http://page.example"})
+                answer = httpx.request(method, url + CHAT, headers={"Origin": "http://page.example"}, timeout=60)
                 assert (answer.status_code, "--api-key-file" in answer.text) == (403, True)
             assert not server.heard
-            assert httpx.post(url + CHAT, headers={"Origin": "http://localhost:3000"}).status_code == 200
-            assert httpx.get(f"{url}/adaptive/answers").status_code == 200
+            assert httpx.post(url + CHAT, headers={"Origin": "http://localhost:3000"}, timeout=60).status_code == 200
+            assert httpx.get(f"{url}/adaptive/answers", timeout=60).status_code == 200
             monkeypatch.setattr("adaptive.upstream.server.same_user", lambda peer, here: False)
             for path in ("answers?limit=3", "sessions/a", "history?by=session"):
-                assert httpx.get(f"{url}/adaptive/{path}").status_code == 403
+                assert httpx.get(f"{url}/adaptive/{path}", timeout=60).status_code == 403
             assert len(server.heard) == 2

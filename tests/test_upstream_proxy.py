@@ -107,7 +107,7 @@ def say(heard: Heard, connection: socket.socket) -> None:
 def test_an_answer_comes_byte_for_byte_as_without_the_proxy(stage: Make, streamed: bool) -> None:
     here = stage(say)
     body = {**ASK, "stream": streamed}
-    direct, through = (httpx.post(url + CHAT, json=body) for url in (here.server.url, here.url))
+    direct, through = (httpx.post(url + CHAT, json=body, timeout=60) for url in (here.server.url, here.url))
     assert through.content == direct.content
     assert b"logprobs" not in through.content
     assert dict(through.headers) == dict(direct.headers)
@@ -125,7 +125,7 @@ def test_an_answer_comes_byte_for_byte_as_without_the_proxy(stage: Make, streame
 def test_a_client_that_asks_for_log_probabilities_gets_its_own(stage: Make) -> None:
     here = stage(say)
     body = {**ASK, "logprobs": True, "top_logprobs": 2}
-    direct, through = (httpx.post(url + CHAT, json=body) for url in (here.server.url, here.url))
+    direct, through = (httpx.post(url + CHAT, json=body, timeout=60) for url in (here.server.url, here.url))
     assert through.content == direct.content
     assert b"logprobs" in through.content
     assert here.server.asked(CHAT)[0].body == here.server.asked(CHAT)[1].body
@@ -221,7 +221,7 @@ def test_a_client_of_http_1_0_gets_no_chunks(stage: Make) -> None:
     here = stage(say)
     body = json.dumps({**ASK, "stream": True}).encode()
     head = f"POST {CHAT} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    wanted = httpx.post(here.url + CHAT, json={**ASK, "stream": True}).content
+    wanted = httpx.post(here.url + CHAT, json={**ASK, "stream": True}, timeout=60).content
     for parts in ([head.encode() + body], [head[:7].encode(), head[7:].encode() + body]):
         top, _, found = spoken(here.url, *parts).partition(b"\r\n\r\n")
         assert b"transfer-encoding" not in top.lower()
@@ -243,7 +243,7 @@ def test_a_stream_that_says_its_length_has_another_one_without_what_was_added(st
         connection.sendall(plain(body, kind="text/event-stream"))
 
     here = stage(said)
-    answered = httpx.post(here.url + CHAT, json={**ASK, "stream": True})
+    answered = httpx.post(here.url + CHAT, json={**ASK, "stream": True}, timeout=60)
     assert answered.content == b"".join(events(3, more=False))
     assert len(here.logged(1)) == 1
 
@@ -259,7 +259,7 @@ def test_an_answer_that_has_not_changed_may_name_a_length(stage: Make) -> None:
 def test_without_a_log_requests_pass_as_they_are() -> None:
     body = json.dumps(ASK).encode()
     with scripted(say) as server, served(Proxy(server.url, None, 4)) as url:
-        httpx.post(url + CHAT, content=body)
+        httpx.post(url + CHAT, content=body, timeout=60)
         assert server.asked(CHAT)[0].body == body
 
 
@@ -313,7 +313,7 @@ def test_a_server_may_break_off_at_any_byte(stage: Make) -> None:
 def test_a_server_that_breaks_off_an_answer_in_one_piece_is_said(stage: Make) -> None:
     said = plain(b'{"choices":[{"index":0,"message":{"content":"all of it"}}]}')
     here = stage(lambda heard, connection: connection.sendall(said[:-20]))
-    answer = httpx.post(here.url + CHAT, json=ASK)
+    answer = httpx.post(here.url + CHAT, json=ASK, timeout=60)
     assert answer.status_code == 502
     assert here.server.url in answer.json()["error"]["message"]
     assert here.proxy.counts.cut == 1
@@ -375,7 +375,7 @@ def test_a_client_that_goes_before_the_answer_ends_the_server_s_work(stage: Make
 def test_an_error_of_the_server_is_passed_on(stage: Make) -> None:
     said = plain(b'{"error":{"message":"busy"}}', status="503 Service Unavailable", more="Retry-After: 7\r\n")
     here = stage(lambda heard, connection: connection.sendall(said))
-    answer = httpx.post(here.url + CHAT, json=ASK)
+    answer = httpx.post(here.url + CHAT, json=ASK, timeout=60)
     assert (answer.status_code, answer.json(), answer.headers["retry-after"]) == (
         503, {"error": {"message": "busy"}}, "7",
     )  # fmt: skip
@@ -384,7 +384,7 @@ def test_an_error_of_the_server_is_passed_on(stage: Make) -> None:
 
 def test_an_answer_that_never_begins_is_said_and_its_request_is_not_sent_twice(stage: Make) -> None:
     here = stage(lambda asked, connection: None)
-    answer = httpx.post(here.url + CHAT, json=ASK)
+    answer = httpx.post(here.url + CHAT, json=ASK, timeout=60)
     assert answer.status_code == 502
     assert "closed the connection without an answer" in answer.json()["error"]["message"]
     assert len(here.server.asked(CHAT)) == 1
@@ -395,7 +395,7 @@ def test_a_server_that_is_down_is_said_in_one_line() -> None:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with served(Proxy(url, None, 4)) as here:
-            answer = httpx.post(here + CHAT, json=ASK)
+            answer = httpx.post(here + CHAT, json=ASK, timeout=60)
     assert answer.status_code == 502
     assert url in answer.json()["error"]["message"]
 

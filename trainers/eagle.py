@@ -33,12 +33,12 @@ from adaptive.errors import AdaptiveError
 from checkpoints import files
 from checkpoints.manifest import HeldOut
 from trainers.batches import longest_text
-from trainers.dataset import Example
+from trainers.dataset import Example, Stopped
 from trainers.fit import Fit, Progress, fit
 from trainers.gate import held_out
 from trainers.lora import AdapterState
 from trainers.recipe import Recipe
-from trainers.replay import Replay, Stopped, acceptance_rate
+from trainers.replay import Replay, acceptance_rate
 from trainers.sets import MIN_TRAIN, MIN_VALIDATION, Sets
 from trainers.start import IN_NORMS, RIDGE, unit
 from trainers.states import States, narrowed, text_of, with_states

@@ -21,10 +21,9 @@ from peft import PeftModel
 
 from adaptive.engines.head.module import Head
 from trainers import processes
-from trainers.dataset import Example, TooLittleError
+from trainers.dataset import Example, Stopped, TooLittleError
 from trainers.lora import AdapterState
 from trainers.recipe import Recipe
-from trainers.replay import Stopped
 from trainers.resume import Standing, TrainingState
 from trainers.students import Student, student_of
 
@@ -202,8 +201,8 @@ def _rehearsed(own: Sequence[Example], recipe: Recipe) -> Iterator[list[Example]
 
 
 def _batches(train: Sequence[Example], size: int, seed: int) -> Iterator[list[Example]]:
-    """Endless batches in seeded random order; within a window of 8 batches, similar lengths are grouped. None if
-    ``train`` is empty."""
+    """Endless batches in seeded random order; within a window of 8 batches, similar lengths are grouped. Nothing
+    if ``train`` is empty."""
     rng = random.Random(seed)
     window = 8 * size
     while train:

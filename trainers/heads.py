@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from adaptive.engines.head.kinds import HeadModule
 from trainers.batches import PASS_LOGITS, collate, longest_text, passes
-from trainers.dataset import Example
+from trainers.dataset import Example, Stopped
 from trainers.per_position import position_losses
 from trainers.recipe import LossName
-from trainers.replay import Replay, Stopped, position_acceptance
+from trainers.replay import Replay, position_acceptance
 from trainers.unroll import unrolled
 
 

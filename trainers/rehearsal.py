@@ -28,8 +28,7 @@ from adaptive.errors import AdaptiveError
 from adaptive.types import SamplingParams, Supervision
 from trainers import processes
 from trainers.batches import PASS_LOGITS, collate, longest_text, passes, supervised_logits
-from trainers.dataset import Example
-from trainers.replay import Stopped
+from trainers.dataset import Example, Stopped
 from trainers.tensors import replace_tensors
 
 if TYPE_CHECKING:

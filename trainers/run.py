@@ -25,11 +25,11 @@ from adaptive.state import PairState
 from checkpoints.manifest import BaseDraft, HeldOut, Manifest, TrainedOn
 from checkpoints.store import AdapterStore, InUseChanged, NewAdapter
 from trainers import processes
-from trainers.dataset import Example, domains
+from trainers.dataset import Example, Stopped, domains
 from trainers.fit import Fit, Progress, fit
 from trainers.gate import Verdict, held_out, judge
 from trainers.recipe import Recipe
-from trainers.replay import Replay, Stopped
+from trainers.replay import Replay
 from trainers.resume import TrainingState
 from trainers.sets import Sets, gather
 from trainers.students import DraftStudents, Student, Students, students_of

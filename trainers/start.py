@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from adaptive.engines.head.module import Head
-from trainers.dataset import Example
-from trainers.replay import Stopped
+from trainers.dataset import Example, Stopped
 
 # Ridge regression: this share of the inputs' mean square is added to the diagonal. Too high: the map is too small. Too
 # low: it fits coincidences of a few answers. Between 1e-4 and 1e-2 it makes no difference.

@@ -17,8 +17,7 @@ import torch
 from adaptive.engines.hf.features import FeatureHooks
 from adaptive.machine import memory
 from adaptive.records.features import BLOCK, Features
-from trainers.dataset import Example
-from trainers.replay import Stopped
+from trainers.dataset import Example, Stopped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,9 +1,9 @@
 """One training run in its own process: ``python -m trainers.worker``.
 
-``adaptive serve`` and ``adaptive chat`` start it at low priority and exchange orders and reports over its pipes
-(``adaptive.pipe``). On ``busy`` it pauses. On Linux, where the system ends it together with its parent, it stops
-at once, in the middle of a pass; elsewhere it pauses before the next pass. It ends when its parent has ended.
-The log and the store stay valid however it ends.
+A program that answers (``serve``, ``chat``, ``learn``, ``Assistant``) starts it at low priority and exchanges orders
+and reports over its pipes (``adaptive.pipe``). On ``busy`` it pauses. On Linux, where the system ends it together with
+its parent, it stops at once, in the middle of a pass; elsewhere it pauses before the next pass. It ends when its parent
+has ended. The log and the store stay valid however it ends.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _review(settings: Settings, state: PairState, brake: Brake, doubted: str | N
     from adaptive.pair import load_draft_for_training
     from adaptive.records.features import spool_of
     from checkpoints.store import AdapterStore
-    from trainers.replay import Stopped
+    from trainers.dataset import Stopped
     from trainers.review import review
     from trainers.run import adapter_in_use
 

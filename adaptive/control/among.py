@@ -352,7 +352,7 @@ class BesideWithHistory(GoodputBeside):
         self._went_on(outcome, self._draft_s(outcome))
         super().observe(outcome)
 
-    def passed(self, outcome: Round) -> None:
+    def observe_free(self, outcome: Round) -> None:
         """See ``Beside``."""
         self._went_on(outcome, 0.0)
 

@@ -51,12 +51,6 @@ class Calibration:
         self.followed = [0.0] * len(CENTRES)  # tokens in each running mean
         self.table = list(CENTRES)
 
-    def of(self, confidence: float) -> tuple[float, float]:
-        """The probability that a token of this confidence is accepted, given that all before it were, and the expected
-        acceptance of the token after it, if it is accepted."""
-        b = bin_of(confidence)
-        return self.table[b], self.follow[b]
-
     def observe(self, bins: list[int], drafted: int, accepted: int) -> None:
         """Count one round: the bin of the confidence at every computed position, how many of the positions were
         proposed, and how many of those accepted. ``table`` changes at the next ``calibrate``."""

@@ -448,7 +448,7 @@ class GoodputLength(LengthPolicy):
         """Learn how long answers are."""
         self.answer_tokens += ANSWER_STEP * (tokens - self.answer_tokens)
 
-    def passed(self, outcome: Round) -> None:
+    def observe_free(self, outcome: Round) -> None:
         """Take in the time and the tokens of a round that a grammar made. It shows nothing about the draft."""
         self.elapsed.passed(outcome)
         self.waiting += 1 + outcome.accepted

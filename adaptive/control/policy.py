@@ -1,8 +1,8 @@
 """The interface of a draft-length policy, and the simplest policy.
 
 The decoding loop calls ``next_length`` before a round and reports the round to ``observe``. In between, the drafter
-calls ``advise`` at every drafted position if the policy is ``attentive``. Front ends call ``begin`` when an answer
-starts and ``swapped`` when the draft was replaced.
+calls ``advise`` at every drafted position if the policy is ``attentive``. ``GraftingPolicy`` has the decisions about
+proposals of earlier text. Front ends call ``begin`` when an answer starts and ``swapped`` when the draft was replaced.
 """
 
 from __future__ import annotations
@@ -59,7 +59,66 @@ class Lead(NamedTuple):
 Adviser: TypeAlias = Callable[[int, float], Advice]
 
 
-class Beside:
+class GraftingPolicy:
+    """What a policy decides about proposals that take no forward of the draft: those of earlier text, and how they are
+    combined with the model's (``drafting/grafting.py``). This base class looks nothing up behind a draft and lets the
+    model draft all rounds. ``clock`` gives the seconds that it is told."""
+
+    clock: Callable[[], float] = staticmethod(time.perf_counter)
+
+    @property
+    def adviser(self) -> Adviser | None:
+        """The function that the drafter calls at every position; None for none."""
+        return None
+
+    def worth_looking(self, behind: bool = False) -> bool:
+        """Whether a lookup for a proposal that takes no forward of the draft is worth its time: before the next round,
+        or ``behind`` the draft of this round."""
+        return True
+
+    def look_took(self, seconds: float, behind: bool = False) -> None:
+        """Take in the seconds of such a lookup, including the decision about its result."""
+
+    def look_skipped(self) -> None:
+        """Note that a lookup was due behind this round's draft and is not made, because no result could pay behind so
+        many tokens."""
+
+    def rests(self, drafting: bool) -> int:
+        """The number of rounds after the next one that need no lookup either. ``drafting``: the model drafts them."""
+        return 0
+
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
+        """What the next round proposes, at most ``limit`` tokens. ``next_length`` chose ``length`` tokens of the model,
+        ``passed`` rounds ago, and a proposal that takes no forward was found: ``reach`` is, for each of its tokens, the
+        probability that all up to it are accepted. ``singly``: the draft reads each of them in a pass of its own.
+        Without this call, the model drafts the round, or it is plain."""
+        return Lead(0, length)
+
+    def adviser_behind(self, tokens: int, sure: float) -> Adviser | None:
+        """The function that a draft calls at every position if it continues after ``tokens`` tokens of another
+        proposal, all of which are accepted with probability ``sure``."""
+        return self.adviser
+
+    def sure_of_draft(self, drafted: int, agreed: Sequence[float]) -> float:
+        """The probability that all ``drafted`` tokens of the current draft are accepted. ``agreed`` is the acceptance
+        of each of the first tokens, which the other proposal has as well."""
+        return 0.0
+
+    def tail_may_pay(self, drafted: int, sure: float) -> bool:
+        """Whether to look up a proposal that takes no forward after a draft of ``drafted`` tokens, all of which are
+        accepted with probability ``sure``."""
+        return False
+
+    def tail(self, drafted: int, sure: float, reach: Sequence[float], limit: int) -> int:
+        """How many tokens of that proposal are worth verifying after the draft, at most ``limit``. ``reach`` is, for
+        each, the probability that all up to it are accepted, given that the draft is."""
+        return 0
+
+    def observe_free(self, outcome: Round) -> None:
+        """Learn from a finished round whose proposal took no forward of the draft (``FREE`` drafters)."""
+
+
+class Beside(GraftingPolicy):
     """Chooses how many tokens one answer drafts in rounds that it shares with others: one pass of the target verifies
     the proposals of all. This base class drafts nothing.
 
@@ -69,12 +128,6 @@ class Beside:
 
     expected: float = 0.0
     said: int = 0
-    clock: Callable[[], float] = staticmethod(time.perf_counter)
-
-    @property
-    def adviser(self) -> Adviser | None:
-        """The function that the drafter calls at every position; None for none."""
-        return None
 
     @property
     def steps(self) -> int:
@@ -89,48 +142,11 @@ class Beside:
     def reads(self) -> None:
         """Note that the draft proposes nothing in this round, because it reads a part of the text that it lacks."""
 
-    def worth_looking(self, behind: bool = False) -> bool:
-        """See ``LengthPolicy``."""
-        return True
-
-    def look_took(self, seconds: float, behind: bool = False) -> None:
-        """See ``LengthPolicy``."""
-
-    def look_skipped(self) -> None:
-        """See ``LengthPolicy``."""
-
-    def rests(self, drafting: bool) -> int:
-        """See ``LengthPolicy``."""
-        return 0
-
-    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
-        """See ``LengthPolicy``; for the round whose length was chosen last."""
-        return Lead(0, length)
-
-    def adviser_behind(self, tokens: int, sure: float) -> Adviser | None:
-        """See ``LengthPolicy``."""
-        return self.adviser
-
-    def sure_of_draft(self, drafted: int, agreed: Sequence[float]) -> float:
-        """See ``LengthPolicy``."""
-        return 0.0
-
-    def tail_may_pay(self, drafted: int, sure: float) -> bool:
-        """See ``LengthPolicy``."""
-        return False
-
-    def tail(self, drafted: int, sure: float, reach: Sequence[float], limit: int) -> int:
-        """See ``LengthPolicy``."""
-        return 0
-
     def observe(self, outcome: Round) -> None:
         """Learn from a finished round of the model, or a plain one. Its seconds are a share of the pass."""
 
-    def passed(self, outcome: Round) -> None:
-        """See ``LengthPolicy``."""
 
-
-class LengthPolicy(ABC):
+class LengthPolicy(GraftingPolicy, ABC):
     """Chooses how many tokens the next round drafts. One policy serves a pair, over all sessions.
 
     ``attentive`` policies are asked at every position, which requires one probability per token from the drafter; other
@@ -141,7 +157,6 @@ class LengthPolicy(ABC):
     """
 
     name: str
-    clock: Callable[[], float] = staticmethod(time.perf_counter)
     attentive: bool = False
     expected: float = 0.0
     steady: int = 1
@@ -183,69 +198,23 @@ class LengthPolicy(ABC):
     def observe(self, outcome: Round) -> None:
         """Learn from a finished round of the model, or a plain one."""
 
-    def worth_looking(self, behind: bool = False) -> bool:
-        """Whether a lookup for a proposal that takes no forward of the draft is worth its time: before the next round,
-        or ``behind`` the draft of this round."""
-        return True
-
-    def look_took(self, seconds: float, behind: bool = False) -> None:  # noqa: B027 - most policies ignore the time
-        """Take in the seconds of such a lookup, including the decision about its result."""
-
-    def look_skipped(self) -> None:  # noqa: B027 - as above
-        """Note that the lookup behind this round's draft, which was worth its time, is not made: behind so many tokens
-        no result could pay."""
-
-    def rests(self, drafting: bool) -> int:
-        """The number of rounds after the next one that need no lookup either. ``drafting``: the model drafts them."""
-        return 0
-
-    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
-        """What the next round proposes, at most ``limit`` tokens. ``next_length`` chose ``length`` tokens of the model,
-        ``passed`` rounds ago, and a proposal that takes no forward was found: ``reach`` is, for each of its tokens, the
-        probability that all up to it are accepted. ``singly``: the draft reads each of them in a pass of its own.
-        Without this call, the model drafts the round, or it is plain."""
-        return Lead(0, length)
-
-    def adviser_behind(self, tokens: int, sure: float) -> Adviser | None:
-        """The function that a draft calls at every position if it continues after ``tokens`` tokens of another
-        proposal, all of which are accepted with probability ``sure``."""
-        return self.adviser
-
-    def sure_of_draft(self, drafted: int, agreed: Sequence[float]) -> float:
-        """The probability that all ``drafted`` tokens of the current draft are accepted. ``agreed`` is the acceptance
-        of each of the first tokens, which the other proposal has as well."""
-        return 0.0
-
-    def tail_may_pay(self, drafted: int, sure: float) -> bool:
-        """Whether to look up a proposal that takes no forward after a draft of ``drafted`` tokens, all of which are
-        accepted with probability ``sure``."""
-        return False
-
-    def tail(self, drafted: int, sure: float, reach: Sequence[float], limit: int) -> int:
-        """How many tokens of that proposal are worth verifying after the draft, at most ``limit``. ``reach`` is, for
-        each, the probability that all up to it are accepted, given that the draft is."""
-        return 0
-
-    def passed(self, outcome: Round) -> None:  # noqa: B027 - as above
-        """Learn from a finished round whose proposal took no forward of the draft (``FREE`` drafters)."""
-
     def among(self, scope: Scope) -> Beside:
         """A chooser for an answer of this scope, in the rounds that it shares with others."""
         return Beside()
 
-    def shared(self, rows: int, seconds: float) -> None:  # noqa: B027 - only some policies learn the costs of passes
+    def shared(self, rows: int, seconds: float) -> None:
         """Take in the seconds of a pass over ``rows`` tokens of several answers' rounds."""
 
-    def drafted(self, answers: int, tokens: int, seconds: float) -> None:  # noqa: B027 - as above
+    def drafted(self, answers: int, tokens: int, seconds: float) -> None:
         """Take in the seconds of the drafts of ``answers`` answers, of ``tokens`` in all, with dropped ones."""
 
-    def begin(self, scope: Scope, said: int = 0) -> None:  # noqa: B027 - most policies keep no estimates apart
+    def begin(self, scope: Scope, said: int = 0) -> None:
         """Start an answer, or go on with one of which ``said`` tokens were decoded beside others."""
 
-    def ended(self, tokens: int) -> None:  # noqa: B027 - as above
+    def ended(self, tokens: int) -> None:
         """Take in the length of an answer that has ended, in ``tokens``."""
 
-    def swapped(self, expected: Sequence[float] | None = None) -> None:  # noqa: B027 - nothing to forget without memory
+    def swapped(self, expected: Sequence[float] | None = None) -> None:
         """Discount what was learned about acceptance: the draft was replaced (an adapter swap).
 
         ``expected`` is the acceptance of the new draft by replay, at every position given that all before it were

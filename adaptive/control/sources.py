@@ -318,7 +318,7 @@ class GoodputWithHistory(GoodputLength):
         self.behind.found(gain / rate)
         return most
 
-    def passed(self, outcome: Round) -> None:
+    def observe_free(self, outcome: Round) -> None:
         """Learn from a round of history (or a grammar): the seconds of a verification. It shows nothing about the
         draft, unless that was asked first and proposed nothing."""
         if self._bins():

@@ -8,15 +8,15 @@ at once. Prompts are computed in slices beside the rounds of the other answers, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
-from adaptive.decoding.loop import BURST_S, PART, Decoding, Turn, stretch
+from adaptive.decoding.loop import BURST_S, PART, Decoding, Turn, clock_ratio
 from adaptive.drafting.protocol import Wanted
 from adaptive.engines.load import Forward, forward_of
-from adaptive.engines.protocol import Engine, ExtendCall, Proposed
+from adaptive.engines.protocol import Engine, ExtendCall, Proposed, Sequence
 from adaptive.errors import AdaptiveError
 
 # PASS: tokens up to which prompts fill a pass over several answers. LEAST: tokens of prompts that a pass takes at
@@ -37,6 +37,7 @@ STREAMED = 4
 SOON = 1024
 
 Failed = tuple[Decoding, Exception]
+T = TypeVar("T")
 
 
 class Batch:
@@ -104,7 +105,7 @@ class Batch:
         found = self._pass([turn.call for _, turn in turns])
         _finish(found)
         seconds = own_clock() - began
-        times = stretch(self.clock() - round_began, own_clock() - own_round_began)
+        ratio = clock_ratio(self.clock() - round_began, own_clock() - own_round_began)
         if rounds and rounds == len(turns) and not failed:
             going[0].policy.shared(rows, seconds)
         # An answer's share of the pass. Time is attributed to prompts in proportion to their tokens, and left out.
@@ -113,7 +114,7 @@ class Batch:
             try:
                 if isinstance(logits, Exception):
                     raise logits
-                decoding.judge(turn, logits, share, times, len(turns) - 1)
+                decoding.judge(turn, logits, share, ratio, len(turns) - 1)
             except Exception as error:
                 failed.append((decoding, error))
         return failed
@@ -175,23 +176,14 @@ class Batch:
             rows, room, self._read = rows + count, room - count, self._read + count
 
     def _pass(self, calls: list[ExtendCall]) -> list[torch.Tensor | Exception]:
-        """The logits of each call. If the joint pass fails, perhaps because of one call, each gets its own pass."""
-        held = [call.sequence.length for call in calls]
-        try:
-            return list(self._target.extend_together(calls))
-        except Exception:
-            for call, length in zip(calls, held, strict=True):
-                call.sequence.rollback(length)
-        found: list[torch.Tensor | Exception] = []
-        for call, length in zip(calls, held, strict=True):
-            try:
-                if call.sequence.length != length:  # recurrent states could not be rolled back so far
-                    raise AdaptiveError("a pass failed, and the text cannot be gone on with; ask again")
-                logits = call.sequence.extend(call.tokens, call.rows, call.parents)
-                found.append(logits.clone())  # a recorded pass of the next call may overwrite them
-            except Exception as error:
-                found.append(error)
-        return found
+        """The logits of each call."""
+
+        def alone(number: int) -> torch.Tensor:
+            call = calls[number]
+            # Copied, because a recorded pass of the next call may overwrite them.
+            return call.sequence.extend(call.tokens, call.rows, call.parents).clone()
+
+        return _jointly([call.sequence for call in calls], lambda: self._target.extend_together(calls), alone, "pass")
 
 
 def _finish(found: list[torch.Tensor | Exception]) -> None:
@@ -201,22 +193,35 @@ def _finish(found: list[torch.Tensor | Exception]) -> None:
 
 
 def _proposed(wanted: list[Wanted]) -> list[Proposed | Exception]:
-    """The draft's proposal for each of several texts. If the joint call fails, perhaps because of one text, each text
-    gets its own call."""
+    """The draft's proposal for each of several texts."""
     if not wanted:
         return []
-    held = [one.sequence.length for one in wanted]
+    pairs = [(one.sequence, one.call) for one in wanted]
+    return _jointly(
+        [one.sequence for one in wanted],
+        lambda: wanted[0].engine.propose_together(pairs),
+        lambda number: wanted[number].fused.propose(wanted[number].call),
+        "draft",
+    )
+
+
+def _jointly(
+    texts: list[Sequence], joint: Callable[[], Iterable[T]], alone: Callable[[int], T], what: str
+) -> list[T | Exception]:
+    """The results of a ``joint`` call for several texts. If it fails, perhaps because of one text, each text gets a
+    call of its own (``alone``, by its number). ``what`` names the call in messages."""
+    held = [text.length for text in texts]
     try:
-        return list(wanted[0].engine.propose_together([(one.sequence, one.call) for one in wanted]))
+        return list(joint())
     except Exception:
-        for one, length in zip(wanted, held, strict=True):
-            one.sequence.rollback(length)
-    found: list[Proposed | Exception] = []
-    for one, length in zip(wanted, held, strict=True):
+        for text, length in zip(texts, held, strict=True):
+            text.rollback(length)
+    found: list[T | Exception] = []
+    for number, (text, length) in enumerate(zip(texts, held, strict=True)):
         try:
-            if one.sequence.length != length:  # as above
-                raise AdaptiveError("a draft failed, and its text cannot be gone on with; ask again")
-            found.append(one.fused.propose(one.call))
+            if text.length != length:  # recurrent states could not be rolled back so far
+                raise AdaptiveError(f"a {what} failed, and the text cannot be gone on with; ask again")
+            found.append(alone(number))
         except Exception as error:
             found.append(error)
     return found

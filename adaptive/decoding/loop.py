@@ -14,17 +14,17 @@ from typing import NamedTuple
 import torch
 
 from adaptive.control.policy import Beside, LengthPolicy, Scope
-from adaptive.decoding.round import commit, making, outcome_of, speculative_round
+from adaptive.decoding.round import commit, making, round_of, speculative_round
 from adaptive.decoding.supervision import SupervisionBuffer
 from adaptive.decoding.text import TextStream
-from adaptive.decoding.verifier import Verifier, asked
+from adaptive.decoding.verifier import Verifier, pass_over
 from adaptive.decoding.verify import Verdict
-from adaptive.drafting.forced import ForcedDrafter
 from adaptive.drafting.grafting import Grafting
+from adaptive.drafting.grammar import GrammarDrafter
 from adaptive.drafting.history import HistoryDrafter
 from adaptive.drafting.model import prepare
 from adaptive.drafting.proposal import Proposal
-from adaptive.drafting.protocol import Drafter, Wanted
+from adaptive.drafting.protocol import Drafter, Proposer, Wanted
 from adaptive.engines.protocol import ExtendCall, Proposed, Sequence
 from adaptive.types import FREE, HISTORY, Round, SamplingParams, StopParams, Supervision, Timings
 
@@ -75,7 +75,15 @@ class Request:
     record: bool = True
 
 
-def stretch(seconds: float, own: float) -> float:
+def _report(policy: LengthPolicy | Beside, outcome: Round) -> None:
+    """Report a finished round to the policy: of the draft or plain, or of a proposer without forwards."""
+    if outcome.drafter in FREE:
+        policy.observe_free(outcome)
+    else:
+        policy.observe(outcome)
+
+
+def clock_ratio(seconds: float, own: float) -> float:
     """The ratio of the seconds by one clock to the seconds by another (``own``)."""
     return seconds / own if own > 0 else 1.0
 
@@ -90,7 +98,7 @@ class Turn:
     fed: int
     held: int
     proposal: Proposal | None = None
-    drafter: Drafter | None = None
+    drafter: Proposer | None = None
     steps: int = 0
     draft_s: float = 0.0
 
@@ -140,7 +148,7 @@ class Decoding:
         self._beside: Beside | None = None  # chooses lengths in shared rounds
         self._grafting_beside: Grafting | None = None
         constraint = verifier.processor.constraint
-        self.forced = None if constraint is None else ForcedDrafter(constraint)
+        self.grammar = None if constraint is None else GrammarDrafter(constraint)
         self.committed = list(request.prompt)
         self.cached = target.length
         self.most_tokens = min(request.stop.max_new_tokens, context_length - len(request.prompt))
@@ -232,32 +240,33 @@ class Decoding:
             self._beside = self.policy.among(self.scope)
             if self.history is not None:
                 self._grafting_beside = Grafting(self.drafter, self.history, self._beside)
-        beside, limit, lacks = self._beside, 0, 0
+        beside, limit, unseen = self._beside, 0, 0
         if speculate and self.drafter is not None:
             limit = self._limit(self.drafter)
-            lacks = self.drafter.catch_up(len(committed))
+            unseen = self.drafter.unseen(len(committed))
         beside.said = len(committed) - len(self.request.prompt)
-        length = beside.next_length(limit, answers, lacks)
+        length = beside.next_length(limit, answers, unseen)
         if length and self.drafter is not None:
-            if lacks > SLICE and not hurried:
+            # A draft that lacks much of the text reads one slice now and proposes nothing in this round.
+            if unseen > SLICE and not hurried:
                 self._reserve(length)
                 self.drafter.feed(committed, SLICE)
-            if lacks > (FEW if hurried else SLICE):
+            if unseen > (FEW if hurried else SLICE):
                 length = 0
                 beside.reads()
         drafter, most = self._who_drafts(length, self._grafting_beside)
         self._reserve(most)
         proposal = yield from making(drafter, self.verifier, committed, most, beside.adviser)
         fed = committed[self.target.length :]
-        call = ExtendCall(self.target, *asked(fed, proposal))
+        call = ExtendCall(self.target, *pass_over(fed, proposal))
         steps = beside.steps
         if not steps and proposal is not None and proposal.drafter not in FREE:
             steps = len(proposal.tokens)
         return Turn(call, len(fed), len(committed), proposal, drafter, steps)
 
-    def judge(self, turn: Turn, logits: torch.Tensor, seconds: float, times: float, others: int) -> None:
+    def judge(self, turn: Turn, logits: torch.Tensor, seconds: float, ratio: float, others: int) -> None:
         """Take in the logits of a pass shared with ``others`` answers. ``seconds`` is this answer's share of the pass
-        by the policy's clock; ``times`` is the ratio of the answer's clock to the policy's."""
+        by the policy's clock; ``ratio`` is that of the answer's clock to the policy's."""
         if not turn.call.rows:
             return
         verdict, raw = self.verifier.judge(self.target, turn.fed, turn.proposal, turn.held, logits)
@@ -266,18 +275,15 @@ class Decoding:
             self._read(verdict, raw)
             return
         self._keep(verdict, raw)
-        outcome = outcome_of(turn.proposal, verdict, turn.draft_s, seconds)._replace(shared=others)
+        outcome = round_of(turn.proposal, verdict, turn.draft_s, seconds)._replace(shared=others)
         self.rounds.append(outcome)
         assert self._beside is not None
         expected = self._beside.expected
         self._expected.append((1 + verdict.accepted) / expected if expected else 0.0)
         if self._grafting_beside is not None and turn.drafter is self._grafting_beside:
             self._grafting_beside.observe(verdict.tokens)
-        if outcome.drafter in FREE:
-            self._beside.passed(outcome)
-        else:
-            self._beside.observe(outcome)
-        self._stretch(len(self.rounds) - 1, times)
+        _report(self._beside, outcome)
+        self._stretch(len(self.rounds) - 1, ratio)
 
     def end(self) -> None:
         """Complete the fields of the answer, however it ended, and roll the caches back to the shown tokens."""
@@ -301,12 +307,12 @@ class Decoding:
         began, own_began, first, late = clock(), own_clock(), len(self.rounds), False
         until = began + BURST_S
         while not self._ended and not late:
-            limit = waiting = 0
+            limit = unseen = 0
             if speculate and self.drafter is not None:
                 limit = self._limit(self.drafter)
-                waiting = self.drafter.catch_up(len(self.committed))
-            length = policy.next_length(limit, waiting, len(self.committed))
-            times, begins = policy.steady, len(self.rounds)
+                unseen = self.drafter.unseen(len(self.committed))
+            length = policy.next_length(limit, unseen, len(self.committed))
+            rounds_left, begins = policy.steady, len(self.rounds)
             end = len(self.committed) + limit  # where a round has no room for drafted tokens
             while True:
                 most = min(length, max(0, end - len(self.committed))) if self._left > 1 else 0
@@ -317,30 +323,27 @@ class Decoding:
                 )
                 self._keep(verdict, logits)
                 self.rounds.append(outcome)
-                times -= 1
-                if outcome.drafter != HISTORY and (
-                    outcome.first or outcome.drafter in FREE or outcome.drafted > length
-                ):
-                    times = 0  # report these rounds to the policy at once
+                rounds_left -= 1
+                # The policy learns from a round of two proposers, or of a grammar, before the next round.
+                two_or_grammar = outcome.first or outcome.drafter in FREE or outcome.drafted > length
+                if two_or_grammar and outcome.drafter != HISTORY:
+                    rounds_left = 0
                 if self.grafting is not None and drafter is self.grafting:
                     self.grafting.observe(verdict.tokens)
                 late = clock() >= until
-                if late or self._ended or times <= 0 or (length and len(self.committed) >= end):
+                if late or self._ended or rounds_left <= 0 or (length and len(self.committed) >= end):
                     break
             for outcome in self.rounds[begins:]:
-                if outcome.drafter in FREE:
-                    policy.passed(outcome)
-                else:
-                    policy.observe(outcome)
+                _report(policy, outcome)
                 self._expected.append((1 + outcome.accepted) / policy.expected if policy.expected else 0.0)
         if own_clock is not clock:
-            self._stretch(first, stretch(clock() - began, own_clock() - own_began))
+            self._stretch(first, clock_ratio(clock() - began, own_clock() - own_began))
 
-    def _stretch(self, first: int, times: float) -> None:
-        """Multiply the seconds of the rounds from ``first`` on, and those expected of them, by ``times``."""
-        if abs(times - 1.0) > SAME:
-            self.rounds[first:] = [outcome.stretched(times) for outcome in self.rounds[first:]]
-            self._expected[first:] = [times * seconds for seconds in self._expected[first:]]
+    def _stretch(self, first: int, ratio: float) -> None:
+        """Multiply the seconds of the rounds from ``first`` on, and those expected of them, by ``ratio``."""
+        if abs(ratio - 1.0) > SAME:
+            self.rounds[first:] = [outcome.stretched(ratio) for outcome in self.rounds[first:]]
+            self._expected[first:] = [ratio * seconds for seconds in self._expected[first:]]
 
     def _limit(self, drafter: Drafter) -> int:
         """The most tokens that the drafter may propose in the next round, which commits one token more than it accepts.
@@ -349,14 +352,14 @@ class Decoding:
         room = self._most_held - committed - (not self.policy.tree)
         return max(0, min(room, drafter.limit(committed))) if self._left > 1 else 0
 
-    def _who_drafts(self, length: int, grafting: Grafting | None, passed: int = 0) -> tuple[Drafter | None, int]:
+    def _who_drafts(self, length: int, grafting: Grafting | None, passed: int = 0) -> tuple[Proposer | None, int]:
         """The drafter of the next round and the number of tokens it may draft: the grammar, if it leaves no choice for
         more than ``length`` tokens; else history instead of or with the model, if ``grafting`` plans that; else the
         model with ``length`` tokens, as the policy chose ``passed`` rounds ago."""
-        if self.forced is not None:
-            certain = self.forced.look(min(AHEAD, self._left) - 1)
+        if self.grammar is not None:
+            certain = self.grammar.look(min(AHEAD, self._left) - 1)
             if certain > length:
-                return self.forced, certain
+                return self.grammar, certain
         if grafting is not None:
             # A round commits one token more than it accepts.
             most = grafting.plan(self.committed, length, self._left - 1, passed)

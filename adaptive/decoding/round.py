@@ -14,14 +14,14 @@ from adaptive.control.policy import Adviser
 from adaptive.decoding.verifier import Verifier
 from adaptive.decoding.verify import Verdict
 from adaptive.drafting.proposal import Proposal
-from adaptive.drafting.protocol import Drafter, Making, made_together
+from adaptive.drafting.protocol import Making, Proposer, made_together
 from adaptive.engines.protocol import Sequence
 from adaptive.types import Round
 
 
 def speculative_round(
     target: Sequence,
-    drafter: Drafter | None,
+    drafter: Proposer | None,
     verifier: Verifier,
     committed: list[int],
     draft_length: int,
@@ -42,11 +42,11 @@ def speculative_round(
     proposed = clock()
     verdict, logits = verifier.verify(target, committed[target.length :], proposal)
     commit(target, drafter, verifier, committed, proposal, verdict)
-    return outcome_of(proposal, verdict, proposed - began, clock() - proposed), verdict, logits
+    return round_of(proposal, verdict, proposed - began, clock() - proposed), verdict, logits
 
 
 def propose(
-    drafter: Drafter | None, verifier: Verifier, committed: list[int], length: int, advise: Adviser | None
+    drafter: Proposer | None, verifier: Verifier, committed: list[int], length: int, advise: Adviser | None
 ) -> Proposal | None:
     """The drafter's proposal in a form that the verifier accepts; None for a plain round."""
     if drafter is None or length <= 0:
@@ -55,7 +55,7 @@ def propose(
 
 
 def making(
-    drafter: Drafter | None, verifier: Verifier, committed: list[int], length: int, advise: Adviser | None
+    drafter: Proposer | None, verifier: Verifier, committed: list[int], length: int, advise: Adviser | None
 ) -> Making:
     """``propose``, in one call with the proposals of other answers if the drafter supports that."""
     if length <= 0 or not made_together(drafter):
@@ -72,7 +72,7 @@ def _verifiable(proposal: Proposal | None, verifier: Verifier, committed: int) -
 
 def commit(
     target: Sequence,
-    drafter: Drafter | None,
+    drafter: Proposer | None,
     verifier: Verifier,
     committed: list[int],
     proposal: Proposal | None,
@@ -88,7 +88,7 @@ def commit(
         verifier.processor.commit(verdict.tokens)
 
 
-def outcome_of(proposal: Proposal | None, verdict: Verdict, draft_s: float, verify_s: float) -> Round:
+def round_of(proposal: Proposal | None, verdict: Verdict, draft_s: float, verify_s: float) -> Round:
     """The figures of a finished round: its seconds of drafting and of the rest. For a proposal queued on a device, the
     device's own events say how the seconds divide."""
     if proposal is not None and proposal.queued is not None:

@@ -39,13 +39,13 @@ class Verifier:
             mask = None if constraint is None else constraint.place
             return verify_fused(fused, self.params, fed, proposal, self.uniform, mask)
         held = target.length + len(fed)
-        return self.judge(target, len(fed), proposal, held, target.extend(*asked(fed, proposal)))
+        return self.judge(target, len(fed), proposal, held, target.extend(*pass_over(fed, proposal)))
 
     def judge(
         self, target: Sequence, fed: int, proposal: Proposal | None, held: int, raw: torch.Tensor
     ) -> tuple[Verdict, torch.Tensor]:
-        """The same, given the target's ``raw`` logits of the pass that ``asked`` describes. ``fed`` is the number of
-        fed tokens; the last of them is the ``held``-th token of the text."""
+        """The same, given the target's ``raw`` logits of the pass that ``pass_over`` describes. ``fed`` is the number
+        of fed tokens; the last of them is the ``held``-th token of the text."""
         drafted = [] if proposal is None else proposal.tokens
         if proposal is not None and proposal.parents is not None:
             adjusted = self.processor if self.adjusts else None
@@ -62,7 +62,7 @@ class Verifier:
         return verify_logits(logits, self.transform, drafted, q, self.uniform, held, queued), raw
 
 
-def asked(fed: list[int], proposal: Proposal | None) -> tuple[Ids, int, list[int] | None]:
+def pass_over(fed: list[int], proposal: Proposal | None) -> tuple[Ids, int, list[int] | None]:
     """The arguments of ``Sequence.extend`` that verify a proposal of K tokens: tokens, rows (K + 1) and parents."""
     if proposal is None:
         return fed, 1, None

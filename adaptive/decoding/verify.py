@@ -25,7 +25,7 @@ from adaptive.engines.protocol import FusedCalls, Judgement, Mask, VerificationC
 from adaptive.errors import AdaptiveError
 from adaptive.noise import race
 from adaptive.sampling import Transform, Uniform, draw_at, draw_on_device, pick
-from adaptive.tokens import Distributions, Ids, as_array, as_tensor, moved
+from adaptive.tokens import Distributions, Ids, as_array, as_list, as_tensor, common_prefix, moved
 from adaptive.types import SamplingParams
 
 # Share of p that is added to what is left of p - q. It is below the rounding of any draw, unless nothing is left.
@@ -49,7 +49,7 @@ def verify_greedy(logits: torch.Tensor, drafted: Ids, queued: Queued | None = No
     rows = as_array(logits)
     if rows is None or queued is not None:
         return verify_greedy_on_device(logits, moved(as_tensor(drafted), logits.device), queued)
-    proposed: list[int] = drafted if isinstance(drafted, list) else drafted.tolist()
+    proposed = as_list(drafted)
     best = rows.argmax(-1)
     tops = rows[np.arange(len(best)), best].tolist()  # NaN if any number of the row is
     return _greedy_verdict(best.tolist(), proposed, map(math.isfinite, tops))
@@ -67,7 +67,7 @@ def verify_greedy_on_device(logits: torch.Tensor, drafted: torch.Tensor, queued:
 def _greedy_verdict(best: list[int], drafted: list[int], sound: Iterable[object]) -> Verdict:
     """The verdict, given the target's likeliest tokens (K + 1) and whether their logits are finite."""
     # An accepted drafted token equals the target's choice, so the committed tokens are the target's choices.
-    accepted = next((i for i, (a, b) in enumerate(zip(best, drafted, strict=False)) if a != b), len(drafted))
+    accepted = common_prefix(best, drafted)
     if not all(itertools.islice(sound, accepted + 1)):
         raise AdaptiveError(NO_NUMBERS)
     return Verdict(accepted, best[: accepted + 1], None)
@@ -94,7 +94,7 @@ def verify_logits(
         if queued is not None:
             return verify_on_device(probs, moved(as_tensor(drafted), probs.device), _like(probs, q), uniform, queued)
         return verify_sampled(probs, drafted, q, uniform)
-    proposed: list[int] = drafted if isinstance(drafted, list) else drafted.tolist()
+    proposed = as_list(drafted)
     random = [] if params.seeded else uniform.ahead(len(proposed) + 2)
     return verdict(kernels.judge(logits, proposed, position, params, rows(q), random), proposed, uniform)
 
@@ -137,7 +137,7 @@ def verify_seeded(p: torch.Tensor, drafted: Ids, seed: int, position: int, queue
     known: list[int] = torch.cat([ids, choice, likely.isfinite() & (likely > 0)]).tolist()
     proposed = known[: count if queued is None else queued.drafted]
     ours, sound = known[count : 2 * count + 1], known[2 * count + 1 :]
-    accepted = next((i for i, (a, b) in enumerate(zip(ours, proposed, strict=False)) if a != b), len(proposed))
+    accepted = common_prefix(ours, proposed)
     if not all(sound[: accepted + 1]):
         raise AdaptiveError(NO_NUMBERS)
     return Verdict(accepted, ours[: accepted + 1], likely[: accepted + 1].log())
@@ -160,7 +160,7 @@ def verify_sampled(p: torch.Tensor, drafted: Ids, q: Distributions, uniform: Uni
     if ours is None:
         return verify_on_device(p, moved(as_tensor(drafted), p.device), _like(p, q), uniform)
     theirs = q.cpu().numpy() if isinstance(q, torch.Tensor) else q
-    proposed: list[int] = drafted if isinstance(drafted, list) else drafted.tolist()
+    proposed = as_list(drafted)
     chosen: list[float] = []
     for token, p_n, q_n in zip(proposed, ours, theirs, strict=False):
         p_x = float(p_n[token])

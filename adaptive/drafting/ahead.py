@@ -163,7 +163,7 @@ class TreeAhead(TreeDrafter):
         if self._expects:
             self._expects = False
             self.sequence.rollback(min(self.sequence.length, len(self._text) - 1))
-            if self.catch_up(len(self._text)) > SLICE:
+            if self.unseen(len(self._text)) > SLICE:
                 self.feed(self._text, SLICE)
                 self._expects = True
                 return True
@@ -241,7 +241,7 @@ class Worker:
             return False
 
 
-class Beside:
+class AheadDrafter:
     """A drafter that drafts ahead, on the thread of a ``worker``, while the target verifies its proposal.
 
     ``waited_s`` are the seconds that the caller waited for proposals, ``ahead_s`` those spent drafting ahead.
@@ -277,9 +277,9 @@ class Beside:
         """See ``Drafter``."""
         return self.drafter.limit(committed)
 
-    def catch_up(self, committed: int) -> int:
+    def unseen(self, committed: int) -> int:
         """See ``Drafter``."""
-        return self.drafter.catch_up(committed)
+        return self.drafter.unseen(committed)
 
     def feed(self, committed: list[int], most: int) -> None:
         """See ``Drafter``."""

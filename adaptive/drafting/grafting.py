@@ -10,7 +10,7 @@ drafter. Whether a token is proposed may depend on the tokens before it, never o
 from __future__ import annotations
 
 from adaptive.control.matches import ANEW_EVERY
-from adaptive.control.policy import Adviser, Beside, Lead, LengthPolicy
+from adaptive.control.policy import Adviser, GraftingPolicy, Lead
 from adaptive.drafting.history import HistoryDrafter
 from adaptive.drafting.proposal import Proposal, grafted
 from adaptive.drafting.protocol import Drafter, GoesOn, Making, made_together
@@ -23,7 +23,7 @@ class Grafting:
 
     name = HISTORY
 
-    def __init__(self, model: Drafter | None, history: HistoryDrafter, policy: LengthPolicy | Beside) -> None:
+    def __init__(self, model: Drafter | None, history: HistoryDrafter, policy: GraftingPolicy) -> None:
         self.model = model
         self.history = history
         self.policy = policy
@@ -58,7 +58,7 @@ class Grafting:
             room = 0 if self._goes_on is None else self._goes_on.limit(len(committed) + lead.history)
             lead = Lead(lead.history, min(lead.model, room))
         elif lead.model > length:  # the model instead of history; the policy knows its room only of some rounds ago
-            lead = Lead(0, min(lead.model, self.limit(len(committed))))
+            lead = Lead(0, min(lead.model, 0 if self.model is None else self.model.limit(len(committed))))
         self._lead = lead
         return lead.history + lead.model
 
@@ -123,24 +123,6 @@ class Grafting:
             began = self.policy.clock()
             history.settle()
             self._learning_s += self.policy.clock() - began
-
-    def limit(self, committed: int) -> int:
-        """As of the model."""
-        return 0 if self.model is None else self.model.limit(committed)
-
-    def catch_up(self, committed: int) -> int:
-        """As of the model."""
-        return 0 if self.model is None else self.model.catch_up(committed)
-
-    def feed(self, committed: list[int], most: int) -> None:
-        """As of the model."""
-        if self.model is not None:
-            self.model.feed(committed, most)
-
-    def reserve(self, length: int) -> None:
-        """As of the model."""
-        if self.model is not None:
-            self.model.reserve(length)
 
     def rollback(self, length: int) -> None:
         """As of the model; history takes in nothing before it is committed."""

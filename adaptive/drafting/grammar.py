@@ -13,7 +13,7 @@ from adaptive.grammar import Constraint
 from adaptive.types import GRAMMAR
 
 
-class ForcedDrafter(WithoutForward):
+class GrammarDrafter(WithoutForward):
     """Proposes the tokens that the ``constraint`` of an answer forces."""
 
     name = GRAMMAR
@@ -30,7 +30,3 @@ class ForcedDrafter(WithoutForward):
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
         """The tokens that ``look`` has found."""
         return Proposal(self.name, self._tokens[:length], None) if self._tokens else None
-
-    def limit(self, committed: int) -> int:
-        """The number of tokens found; there is no cache to limit it."""
-        return len(self._tokens)

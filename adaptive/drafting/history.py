@@ -14,6 +14,7 @@ from adaptive.control.policy import Adviser
 from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.protocol import WithoutForward
 from adaptive.drafting.suffixes import Suffixes, compiled, follower, suffixes
+from adaptive.tokens import common_prefix
 from adaptive.types import HISTORY
 
 # The sources of a match, each with its own calibration. AGREED: tokens that the model proposes too.
@@ -34,7 +35,7 @@ class RunningText:
     def follow(self, tokens: list[int]) -> None:
         """Replace the text by these tokens."""
         held = self.tokens
-        same = _common(held, tokens)
+        same = common_prefix(held, tokens)
         self.index.take_back(len(held) - same)
         self.go_on(tokens, same)
 
@@ -50,17 +51,6 @@ class RunningText:
         new = tokens[len(self.tokens) :]
         self.tokens += new
         return new
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    """The length of the common prefix."""
-    length = min(len(one), len(other))
-    if one[:length] == other[:length]:
-        return length
-    for i in range(length):
-        if one[i] != other[i]:
-            return i
-    return length
 
 
 class Counting:
@@ -81,7 +71,7 @@ class Counting:
         if not count:
             return
         if self._counter is None:
-            self.bins.observe(bins[:count], _common(tokens, said))
+            self.bins.observe(bins[:count], common_prefix(tokens, said))
         else:
             self._counter.observe(tokens[:count], bins[:count], said)
             self.bins.counted()
@@ -101,7 +91,7 @@ class Found(NamedTuple):
         self.calibration.observe(self.tokens, self.bins, said)
 
 
-class Outcome(NamedTuple):
+class LookedUp(NamedTuple):
     """The results of a round's lookups, before it and behind its ``draft``, and the tokens ``said`` that it committed.
     The first ``agreed`` tokens of the draft were found before the round too."""
 
@@ -137,7 +127,7 @@ class HistoryDrafter(WithoutForward):
         self._found = self._behind = self._nothing
         self._draft: list[int] = []  # the draft behind which ``look_behind`` looked
         self._agreed = 0  # tokens at the beginning of the draft that were found too
-        self._outcomes: list[Outcome] = []  # not learned from yet
+        self._outcomes: list[LookedUp] = []  # not learned from yet
 
     def look(self, committed: list[int]) -> list[float]:
         """Find what may follow ``committed``. Returns, for each token found, the probability that all tokens up to it
@@ -161,7 +151,7 @@ class HistoryDrafter(WithoutForward):
 
     def agreed(self, drafted: list[int]) -> list[float]:
         """The acceptance of each of the first tokens of a draft that were found too."""
-        self._agreed = _common(self._found.tokens, drafted)
+        self._agreed = common_prefix(self._found.tokens, drafted)
         return self._together.bins.shares(self._found.bins[: self._agreed]) if self._agreed else []
 
     def look_behind(self, committed: list[int], drafted: list[int]) -> list[float]:
@@ -192,7 +182,7 @@ class HistoryDrafter(WithoutForward):
         """Take in the tokens ``said`` that a round with a lookup committed, whichever drafter proposed them. They are
         learned from by ``settle``, in batches: a pass of the models evicts its code from the processor's caches."""
         if self._found.tokens or self._behind.tokens:
-            self._outcomes.append(Outcome(self._found, self._agreed, self._behind, self._draft, said))
+            self._outcomes.append(LookedUp(self._found, self._agreed, self._behind, self._draft, said))
 
     @property
     def unlearned(self) -> int:
@@ -208,7 +198,3 @@ class HistoryDrafter(WithoutForward):
                 self._together.observe(found.tokens[:agreed], found.bins[:agreed], said)
             if behind.tokens and said[: len(draft)] == draft:
                 behind.observe(said[len(draft) :])
-
-    def limit(self, committed: int) -> int:
-        """The number of tokens found; there is no cache to limit it."""
-        return len(self._found.tokens)

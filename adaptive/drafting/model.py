@@ -110,7 +110,7 @@ class ModelDrafter:
             return 0
         return max(0, self.engine.context_length - committed + 1)
 
-    def catch_up(self, committed: int) -> int:
+    def unseen(self, committed: int) -> int:
         """The number of tokens that the next proposal feeds in its first forward, without the last committed one."""
         return committed - 1 - self.sequence.length
 
@@ -127,7 +127,7 @@ class ModelDrafter:
         """As ``propose``, behind ``proposed`` tokens of another drafter that follow the committed ones. The first
         forward feeds them too."""
         held = len(committed)
-        feed = self._unseen([*committed, *proposed] if proposed else committed)
+        feed = self._to_feed([*committed, *proposed] if proposed else committed)
         if self._fused is not None:
             return self._propose_fused(self._fused, proposed, feed, length, advise)
         if self.queues and (advise is None or isinstance(advise, Thresholds)):
@@ -138,14 +138,14 @@ class ModelDrafter:
         """As ``propose``, in one call with the proposals of others if the engine supports that."""
         if self._fused is None or self._together is None:
             return self.propose(committed, length, advise)
-        call = self._call(self._unseen(committed), length, advise, self._mask)
+        call = self._call(self._to_feed(committed), length, advise, self._mask)
         return self._made(call, (yield Wanted(self._together, self.sequence, self._fused, call)))
 
     def feed(self, committed: list[int], most: int) -> None:
         """Feed at most ``most`` of the unseen tokens before the last one."""
-        self.sequence.extend(self._unseen(committed[:-1])[:most], 0)
+        self.sequence.extend(self._to_feed(committed[:-1])[:most], 0)
 
-    def _unseen(self, committed: list[int]) -> list[int]:
+    def _to_feed(self, committed: list[int]) -> list[int]:
         """The committed tokens that the cache lacks. A token that only the target has is replaced by another one: that
         can make a guess worse, nothing else."""
         unseen, known = committed[self.sequence.length :], self.engine.vocab_size

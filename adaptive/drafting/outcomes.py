@@ -130,7 +130,7 @@ class ChainAhead(ModelDrafter):
             if not self._has_room():
                 return False
             self.sequence.rollback(min(self.sequence.length, len(self._text) - 1))
-            if self.catch_up(len(self._text)) > SLICE:
+            if self.unseen(len(self._text)) > SLICE:
                 super().feed(self._text, SLICE)
                 return True
             self._begin()
@@ -155,7 +155,7 @@ class ChainAhead(ModelDrafter):
     def _begin(self) -> None:
         """Let the draft read the remaining unseen tokens and find the outcomes."""
         text, chain = self._text, self._chain
-        rows = [self._probabilities(self.sequence.extend(self._unseen(text), 1))]
+        rows = [self._probabilities(self.sequence.extend(self._to_feed(text), 1))]
         if chain:
             known = self.engine.vocab_size - 1
             fed = [min(token, known) for token in chain]
@@ -226,7 +226,7 @@ class ChainAhead(ModelDrafter):
             one.rows.append(None if self.params.seeded else compact(probs[index]))
             self.memory += size_of(one.rows[-1])
 
-    def catch_up(self, committed: int) -> int:
+    def unseen(self, committed: int) -> int:
         """See ``ModelDrafter``. Tokens that the cache will hold at the next proposal count as held."""
         return committed - 1 - max(self.sequence.length, self._begun or 0)
 

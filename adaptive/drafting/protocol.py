@@ -1,6 +1,6 @@
-"""The interface of a drafter, which proposes the next tokens.
+"""The interfaces of what proposes the next tokens: a ``Proposer``, and a ``Drafter``, which has a cache.
 
-A drafter gets the committed text and returns a ``Proposal``. It keeps its own state and catches up with the text by
+A proposer gets the committed text and returns a ``Proposal``. It keeps its own state and catches up with the text by
 itself, so a round without it (draft length 0) costs it nothing until the next proposal.
 
 A draft may end early by the drafter's own confidence. The output stays exact under two conditions: whether a token is
@@ -20,28 +20,32 @@ from adaptive.drafting.proposal import Proposal
 from adaptive.engines.protocol import FusedCalls, ProposalCall, Proposed, ProposesTogether, Sequence
 
 
-class Drafter(Protocol):
+class Proposer(Protocol):
     """Proposes tokens that follow the committed text."""
 
     name: str
 
+    def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
+        """At most ``length`` (at least 1) tokens after ``committed``; ``advise`` may end them early. None for none."""
+
+    def rollback(self, length: int) -> None:
+        """Forget the tokens after the first ``length`` ones, which were rejected."""
+
+
+class Drafter(Proposer, Protocol):
+    """Proposes by forward passes of a draft, or of a head, which has a cache."""
+
     def limit(self, committed: int) -> int:
         """The most tokens that can be proposed after ``committed`` tokens."""
 
-    def catch_up(self, committed: int) -> int:
+    def unseen(self, committed: int) -> int:
         """The number of ``committed`` tokens that the drafter has not seen, without the last one."""
 
     def feed(self, committed: list[int], most: int) -> None:
         """Read at most ``most`` of the unseen tokens, without a proposal."""
 
-    def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
-        """At most ``length`` (at least 1) tokens after ``committed``; ``advise`` may end them early. None for none."""
-
     def reserve(self, length: int) -> None:
         """Reserve room for ``length`` committed and drafted tokens in all, as in ``Sequence.reserve``."""
-
-    def rollback(self, length: int) -> None:
-        """Forget the tokens after the first ``length`` ones, which were rejected."""
 
 
 class Wanted(NamedTuple):
@@ -57,15 +61,15 @@ class Wanted(NamedTuple):
 Making: TypeAlias = Generator[Wanted, Proposed, Proposal | None]
 
 
-class MadeTogether(Drafter, Protocol):
-    """A drafter whose proposals can be made in one call with those of others."""
+class MadeTogether(Proposer, Protocol):
+    """A proposer whose proposals can be made in one call with those of others."""
 
     def making(self, committed: list[int], length: int, advise: Adviser | None = None) -> Making:
         """As ``propose``."""
 
 
-def made_together(drafter: Drafter | None) -> TypeGuard[MadeTogether]:
-    """Whether the drafter is of that kind. It is called in every round, and ``isinstance`` of a protocol is slow."""
+def made_together(drafter: Proposer | None) -> TypeGuard[MadeTogether]:
+    """Whether the proposer is of that kind. It is called in every round, and ``isinstance`` of a protocol is slow."""
     return hasattr(drafter, "making")
 
 
@@ -80,17 +84,7 @@ class GoesOn(Drafter, Protocol):
 
 
 class WithoutForward:
-    """The methods that a drafter without forwards has no use for: it has no cache and nothing to catch up with."""
-
-    def catch_up(self, committed: int) -> int:
-        """0: nothing is fed."""
-        return 0
-
-    def feed(self, committed: list[int], most: int) -> None:
-        """Does nothing."""
-
-    def reserve(self, length: int) -> None:
-        """Does nothing."""
+    """A proposer without forwards, which has no cache."""
 
     def rollback(self, length: int) -> None:
         """Does nothing: rejected tokens were never taken in."""

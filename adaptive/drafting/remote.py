@@ -54,7 +54,7 @@ class RemoteDrafter:
         """0 while the server cannot be asked or an earlier request is still open."""
         return max(0, self.remote.hello.context_length - committed + 1) if self.remote.ready else 0
 
-    def catch_up(self, committed: int) -> int:
+    def unseen(self, committed: int) -> int:
         """0: the server's reading costs the target nothing and is not waited for."""
         return 0
 

@@ -55,7 +55,7 @@ class TreeDrafter(ModelDrafter):
         """The tree of the best nodes after the text, part of which may be ``known``."""
         self._gumbel = {place: row for place, row in self._gumbel.items() if place >= len(committed)}
         tree = known or self._rooted(committed, length)
-        if unseen := self._unseen(committed):
+        if unseen := self._to_feed(committed):
             self.sequence.extend(unseen, 0)
         room = self.engine.context_length - len(committed)
         for level in range(1, min(self.depth, room) + 1):
@@ -67,7 +67,7 @@ class TreeDrafter(ModelDrafter):
     def _rooted(self, committed: list[int], most: int) -> Tree:
         """A tree of at most ``most`` nodes, so far with the first tokens after the text."""
         tree, root = Tree(most), torch.tensor([-1])
-        logits = self._adjusted(self.sequence.extend(self._unseen(committed), 1), tree, root)
+        logits = self._adjusted(self.sequence.extend(self._to_feed(committed), 1), tree, root)
         tree.add(root, *self._likeliest(logits, [len(committed)], most), torch.zeros(1))
         return tree
 

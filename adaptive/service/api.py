@@ -21,10 +21,11 @@ from adaptive.encoding import encode_text
 from adaptive.errors import AdaptiveError
 from adaptive.grammar import Grammar
 from adaptive.headers import session_name
+from adaptive.opened import OpenedPair
 from adaptive.records.holders import Held
 from adaptive.service.calls import Reading
 from adaptive.service.chats import prepare
-from adaptive.service.engine import EngineThread, Opened
+from adaptive.service.engine import EngineThread
 from adaptive.service.errors import RETRY_AFTER, error_response
 from adaptive.service.jobs import Answer, Ask, Done, Event, Failed, Job, NotReadyError, Prompt
 from adaptive.service.metrics import Metrics
@@ -54,7 +55,7 @@ class Api:
         self.forgotten: list[Held] = []  # the answers deleted so far: a request that repeats one is not recorded
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
-    def session(self) -> Opened:
+    def session(self) -> OpenedPair:
         """The pair and its state. Raises NotReadyError."""
         if self.engine.state != "ready" or self.engine.session is None:
             raise NotReadyError

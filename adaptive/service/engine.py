@@ -23,17 +23,14 @@ from adaptive.decoding.loop import ANSWER_RESERVE
 from adaptive.errors import out_of_memory
 from adaptive.kept import Tensors
 from adaptive.machine import give_memory_back
-from adaptive.pair import Pair
+from adaptive.opened import OpenedPair
 from adaptive.printable import printable_line
 from adaptive.service.ending import end, failure, line
 from adaptive.service.jobs import Answer, Done, Failed, FairQueue, Job, NotReadyError, Piece, question
 from adaptive.service.metrics import Metrics
 from adaptive.service.slots import Slot, possible_slots, prepare_slots
 from adaptive.speculation import Speculation, of_counts, speculation
-from adaptive.state import PairState
-from adaptive.swapper import Swapper
 from adaptive.types import Round
-from adaptive.upkeep import Upkeep
 
 logger = logging.getLogger("adaptive.service")
 
@@ -58,28 +55,6 @@ FLUSH_S = 5.0
 TRIM_S = 30.0
 
 State = Literal["loading", "ready", "failed", "stopping"]
-
-
-class Opened(Protocol):
-    """An assistant with its pair's state, as the front end opened it."""
-
-    @property
-    def assistant(self) -> Assistant: ...
-
-    @property
-    def pair(self) -> Pair: ...
-
-    @property
-    def state(self) -> PairState: ...
-
-    @property
-    def swapper(self) -> Swapper: ...
-
-    @property
-    def upkeep(self) -> Upkeep: ...
-
-    @property
-    def hurry(self) -> threading.Event: ...
 
 
 class Listener(Protocol):
@@ -117,7 +92,7 @@ class EngineThread:
 
     def __init__(
         self,
-        open_session: Callable[[], contextlib.AbstractContextManager[Opened]],
+        open_session: Callable[[], contextlib.AbstractContextManager[OpenedPair]],
         metrics: Metrics,
         queue: int,
         slots: str = "1",
@@ -126,7 +101,7 @@ class EngineThread:
         (a number or ``auto``, see ``possible_slots``)."""
         self.state: State = "loading"
         self.failure: BaseException | None = None
-        self.session: Opened | None = None
+        self.session: OpenedPair | None = None
         self.adapter: str | None = None
         self.slots = 1 if slots == "auto" else int(slots)
         self.fewer: str | None = None  # why there are not more slots
@@ -232,7 +207,7 @@ class EngineThread:
             self._finished.set()
             self._when_over()
 
-    def _turn(self, session: Opened) -> None:
+    def _turn(self, session: OpenedPair) -> None:
         """Start waiting jobs, then advance all running answers by one burst; without any, do idle work."""
         self._fill(session)
         if not self.works:
@@ -248,7 +223,7 @@ class EngineThread:
             else:
                 self._show(session.assistant, work, failed.get(work.answering.decoding))
 
-    def _fill(self, session: Opened) -> None:
+    def _fill(self, session: OpenedPair) -> None:
         """Start waiting jobs while slots are free. If no job is running, wait up to POLL_S for one."""
         while self.state == "ready" and len(self.works) < self.slots:
             job = self.queue.take(0 if self.works else POLL_S, lambda job: self._may_begin(session.assistant, job))
@@ -302,7 +277,7 @@ class EngineThread:
         longest = max(len(prompt.ids) for prompt in job.ask.prompts)
         return assistant.has_room(longest + min(job.ask.stop.max_new_tokens, ANSWER_RESERVE))
 
-    def _idle(self, session: Opened) -> None:
+    def _idle(self, session: OpenedPair) -> None:
         """Idle work: swap to a promoted adapter; after QUIET_S measure costs, and after KEEP_S save caches."""
         self._forget_if_asked(session.assistant)
         self._tell_idle()  # a waiting job may have been cancelled

@@ -18,10 +18,11 @@ from starlette.types import ASGIApp
 
 from adaptive.control.memory import current_costs
 from adaptive.errors import AdaptiveError
+from adaptive.opened import OpenedPair
 from adaptive.service import notices
 from adaptive.service.api import Api
 from adaptive.service.app import create_app
-from adaptive.service.engine import EngineThread, Opened
+from adaptive.service.engine import EngineThread
 from adaptive.service.guard import LOOPBACK
 from adaptive.service.metrics import Metrics
 from adaptive.service.trainer import background
@@ -29,6 +30,7 @@ from adaptive.settings import Settings
 from adaptive.state import PairState
 
 logger = logging.getLogger("adaptive.service")
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that end a server
 
 # Seconds after SIGTERM or ctrl-C until running answers are cancelled. Must be well below the 45 s after which systemd
 # kills the process (``cli/managers.py``).
@@ -38,7 +40,7 @@ GRACE_S = 10.0
 def serve(
     settings: Settings,
     state: PairState,
-    open_session: Callable[[], contextlib.AbstractContextManager[Opened]],
+    open_session: Callable[[], contextlib.AbstractContextManager[OpenedPair]],
 ) -> None:
     """Serve until SIGTERM or ctrl-C. ``open_session`` loads the pair, on the engine's thread.
 
@@ -65,13 +67,7 @@ def serve(
 
 
 def _run(server: _Server, engine: EngineThread, listening: socket.socket) -> None:
-    # At its end uvicorn raises the signals again that it caught; by then there is nothing left to interrupt.
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
+    restore = _ignore_signals()
     try:
         engine.start(when_over=server.end)
         server.run(sockets=[listening])
@@ -79,7 +75,7 @@ def _run(server: _Server, engine: EngineThread, listening: socket.socket) -> Non
         if engine.state == "loading":  # ``close`` waits for the loading; another signal then ends the process
             restore()
         else:
-            for number in before:
+            for number in SIGNALS:
                 signal.signal(number, lambda *_: engine.hurry())
         engine.close()
         restore()
@@ -122,14 +118,24 @@ def server_config(app: ASGIApp, **options: Any) -> uvicorn.Config:
 
 def until_signalled(server: uvicorn.Server, listening: socket.socket) -> None:
     """Serve on a socket until SIGTERM or ctrl-C."""
-    # At its end uvicorn raises the signals again that it caught; by then there is nothing left to interrupt.
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    restore = _ignore_signals()
     try:
         server.run(sockets=[listening])
     finally:
+        restore()
+        logger.info("stopped")
+
+
+def _ignore_signals() -> Callable[[], None]:
+    """Ignore SIGTERM and ctrl-C until the returned function is called. At its end uvicorn raises the signals again that
+    it caught; by then there is nothing left to interrupt."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+
+    def restore() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
-        logger.info("stopped")
+
+    return restore
 
 
 def with_key(settings: Settings) -> Settings:

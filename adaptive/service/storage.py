@@ -15,7 +15,7 @@ from adaptive.printable import counted
 from adaptive.state import PairState, existing_states
 
 if TYPE_CHECKING:
-    from adaptive.service.engine import Opened
+    from adaptive.opened import OpenedPair
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _short(folder: Path) -> str:
     return f"~/{folder.relative_to(home)}" if folder.is_relative_to(home) else str(folder)
 
 
-def with_memory(storage: Storage, session: Opened | None) -> Storage:
+def with_memory(storage: Storage, session: OpenedPair | None) -> Storage:
     """``storage`` with the memory of this process and its training process, and the caches and indexes in it."""
     process = psutil.Process()
     training = sum(_resident(child) for child in process.children(recursive=True))
