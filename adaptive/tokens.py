@@ -41,7 +41,7 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length
-    return next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), length)
 
 
 def moved(ids: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -18,7 +18,7 @@ import typer
 
 from adaptive.errors import AdaptiveError
 from adaptive.printable import counted
-from cli.options import PAIR, as_typed, shared_options
+from cli.options import HELD, PAIR, as_typed, changed, shared_options
 from cli.waiting import wait
 
 if TYPE_CHECKING:
@@ -427,7 +427,7 @@ def _interval(interval: Interval, digits: int, signed: bool = False) -> str:
 
 def _next_command(outcome: DistillOutcome, settings: Settings) -> str:
     """The command that the user most likely needs next."""
-    pair = f" {typed}" if (typed := as_typed(settings, *PAIR, "home")) else ""
+    pair = f" {typed}" if (typed := as_typed(settings, *PAIR, "home", *changed(settings, *HELD))) else ""
     if _promoted(outcome):
         return f"adaptive chat{pair}"
     if outcome.manifest is not None and outcome.manifest.status == "candidate":

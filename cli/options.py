@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 # The settings that name a pair.
 PAIR = ("target", "draft", "draft_checkpoint", "draft_key_file", "revision", "draft_revision")
 
+# Options that decide how the weights of a pair are held.
+HELD = ("quantize", "draft_quantize", "device", "draft_device", "dtype", "memory")
+
 MODELS = "Models"
 SAMPLING = "Sampling"
 RUNNING = "Running"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from adaptive.errors import AdaptiveError
-from cli.options import PAIR, as_typed, changed
+from cli.options import HELD, PAIR, as_typed, changed
 
 if TYPE_CHECKING:
     from adaptive.opened import OpenedPair
@@ -19,8 +19,6 @@ OtherTarget = Annotated[
     Optional[str],
     typer.Option(help="Compare with this target: the same weights for another engine.", rich_help_panel=OTHER),
 ]
-# Options that decide how the weights of a pair are held.
-HELD = ("quantize", "draft_quantize", "device", "draft_device", "dtype", "memory")
 OtherDraft = Annotated[Optional[str], typer.Option(help="The draft beside that target.", rich_help_panel=OTHER)]
 
 

@@ -95,13 +95,19 @@ def test_a_deletion_that_was_killed_is_finished_at_the_next_start(tmp_path: Path
         assert FeatureSpool(state.features, 0).ids() == sorted(log.ids())
 
 
-@posix
-def test_what_was_said_after_a_deletion_of_the_whole_log_stays(tmp_path: Path) -> None:
-    state = open_state(tmp_path, "pair")
+def with_a_later_answer(folder: Path) -> PairState:
+    """A state in which the deletion of the whole log was killed, and an answer was logged after it."""
+    state = open_state(folder, "pair")
     filled(state)
     kill_while_deleting(state, "records", "all")
     with LogWriter(state.records) as writer:
         writer.write(generation(session="new"))
+    return state
+
+
+@posix
+def test_what_was_said_after_a_deletion_of_the_whole_log_stays(tmp_path: Path) -> None:
+    state = with_a_later_answer(tmp_path)
     assert finish(state) is None
     assert SECRET.encode() not in on_disk(state)
     assert not state.typed.exists()
@@ -186,11 +192,7 @@ def test_a_file_whose_overwriting_was_killed_is_overwritten_later(tmp_path: Path
 
 @posix
 def test_damage_after_a_deletion_of_the_whole_log_does_not_delete_what_came_later(tmp_path: Path) -> None:
-    state = open_state(tmp_path, "pair")
-    filled(state)
-    kill_while_deleting(state, "records", "all")
-    with LogWriter(state.records) as writer:
-        writer.write(generation(session="new"))
+    state = with_a_later_answer(tmp_path)
     with state.records.open("r+b") as file:
         file.write(b"no database")
     assert "cannot be finished now" in str(finish(state))

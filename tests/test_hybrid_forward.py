@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -213,6 +215,22 @@ def test_a_proposal_that_is_interrupted_leaves_the_text(engine: TransformersEngi
     near(sequence.extend([9, 8], 2), truth(engine.model, torch.tensor(held))[-2:])
 
 
+@contextmanager
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ctrl-C comes in the block, after the first of the layers with a state."""
+    given = DeltaNet.__call__
+
+    def second_raises(self: DeltaNet, projected: Any, out: Any, layer: int, *others: Any) -> None:
+        if layer == 1:
+            raise KeyboardInterrupt
+        given(self, projected, out, layer, *others)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DeltaNet, "__call__", second_raises)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
 def test_a_pass_by_layers_that_is_interrupted_goes_back_to_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = TransformersEngine(made())
     assert engine.cpu_forward is not None
@@ -220,42 +238,35 @@ def test_a_pass_by_layers_that_is_interrupted_goes_back_to_a_checkpoint(monkeypa
     sequence, held = engine.sequence(), text(32).tolist()
     sequence.extend(held, 1)
     sequence.rollback(32)  # the next pass moves the state behind whole chunks of 16 tokens, here behind all
-    given = DeltaNet.__call__
-
-    def interrupted(self: DeltaNet, projected: Any, out: Any, layer: int, *others: Any) -> None:
-        if layer == 1:
-            raise KeyboardInterrupt
-        given(self, projected, out, layer, *others)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(DeltaNet, "__call__", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            sequence.extend([1, 2, 3], 1)
+    with interrupted(monkeypatch):
+        sequence.extend([1, 2, 3], 1)
     assert sequence.length == len(held) - REMEMBER_BEFORE
     rest = [*held[sequence.length :], 1, 2, 3]
     near(sequence.extend(rest, len(rest)), truth(engine.model, torch.tensor([*held, 1, 2, 3]))[-len(rest) :])
 
 
 def test_a_checkpoint_that_is_interrupted_leaves_no_layer_ahead_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = TransformersEngine(made())
-    sequence, held = engine.sequence(), text(48).tolist()
-    for token in held:
-        sequence.extend([token], 1)
-    assert sequence.cache.states is not None
-    given = DeltaNet.__call__
-
-    def interrupted(self: DeltaNet, projected: Any, out: Any, layer: int, *others: Any) -> None:
-        if layer == 1:
-            raise KeyboardInterrupt
-        given(self, projected, out, layer, *others)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(DeltaNet, "__call__", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            sequence.cache.states.checkpoint()
-    sequence.rollback(len(held))
-    rest = [*held[sequence.length :], 1, 2, 3]
-    near(sequence.extend(rest, len(rest)), truth(engine.model, torch.tensor([*held, 1, 2, 3]))[-len(rest) :])
+    model, held, kept = made(), text(48).tolist(), []
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.fill_(-4.0)  # otherwise a state forgets within the tokens that might count twice
+    engine = TransformersEngine(model)
+    for interrupt in (False, True):
+        sequence = engine.sequence()
+        for token in held:
+            sequence.extend([token], 1)
+        states = sequence.cache.states
+        assert isinstance(states, States)
+        if interrupt:
+            with interrupted(monkeypatch):
+                states.checkpoint()
+            sequence.rollback(len(held))
+            sequence.extend(held[sequence.length :] or [1], 1)
+        states.checkpoint()
+        assert states._checkpoints[-1].length == len(held)
+        kept.append(states._checkpoints[-1].states)
+    near(*kept)
 
 
 def test_a_token_beyond_the_vocabulary_changes_nothing(engine: TransformersEngine) -> None:

@@ -22,7 +22,6 @@ from pydantic import SecretStr
 from records_factory import generation
 from test_lossless_sampled import PARAMS, VOCAB, exact_distribution, models, p_value, run_loop
 
-from adaptive import draft_server
 from adaptive.assistant import Assistant, length_policy
 from adaptive.control.nodes import NodesByCost
 from adaptive.control.policy import FixedLength, LengthPolicy
@@ -425,34 +424,3 @@ def test_the_policy_is_that_of_a_draft_whose_costs_are_seen_in_rounds(pair: Pair
     chains.hello = chains.hello.model_copy(update={"trees": False})
     with pytest.raises(AdaptiveError, match="no passes over trees"):
         Assistant(replace(pair, remote=chains), FixedLength(8, True), None)
-
-
-def test_a_server_that_is_late_again_and_again_rests_longer(server: DraftServer) -> None:
-    remote, rests = Remote(server.url, None), list[float]()
-
-    def late() -> None:
-        remote.late(0.5)
-        rests.append(remote._rests_until - time.monotonic())
-
-    for _ in range(4):
-        late()
-    assert not remote.ready
-    remote.in_time(0.1)
-    late()
-    assert rests == pytest.approx([2.0, 4.0, 8.0, 10.0, 2.0], abs=0.5)
-    assert (remote.figures.late, remote.figures.proposals) == (5, 1)
-
-
-def test_a_server_forgets_conversations_that_are_too_many_or_unused(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = load_settings({**SETTINGS, "draft": str(BUNDLED / "draft")})
-    engine = load_engine(Source("it", BUNDLED / "draft", "none"), settings, "cpu", lambda share: None, draft=True)
-    drafts = Drafts(engine, 10**9)
-    asked = Asked("0", 0, [3, 4, 5], 1, False, engine.vocab_size, SamplingParams())
-    for number in range(draft_server.MOST + 1):
-        drafts.propose(replace(asked, conversation=str(number)))
-    assert len(drafts._held) == draft_server.MOST
-    assert "0" not in drafts._held
-    later = time.monotonic() + draft_server.IDLE_S + 1
-    monkeypatch.setattr("adaptive.draft_server.time.monotonic", lambda: later)
-    drafts.propose(replace(asked, conversation="new"))
-    assert list(drafts._held) == ["new"]

@@ -451,29 +451,3 @@ def test_a_chat_that_is_nested_too_deeply_is_refused() -> None:
         deep = {"properties": deep}
     with pytest.raises(AdaptiveError, match=r"too deep|refuses"):
         render_chat(tokenizer("{{ tools }}"), [{"role": "user", "content": "Hello"}], 2048, [deep])
-
-
-def test_thinking_belongs_to_what_comes_after_it() -> None:
-    body = ResponsesRequest.model_validate(
-        {
-            "model": "m",
-            "input": [
-                {"role": "user", "content": "?"},
-                {"type": "reasoning", "id": "1", "summary": [], "content": [{"type": "reasoning_text", "text": "A"}]},
-                {"role": "assistant", "content": "Let me look."},
-                {"type": "reasoning", "id": "2", "summary": [], "content": [{"type": "reasoning_text", "text": "B"}]},
-                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-                {"type": "function_call_output", "call_id": "c", "output": "1"},
-            ],
-        }
-    )
-    said = [(m["role"], m.get("reasoning_content")) for m in body._messages()]
-    assert said == [("user", None), ("assistant", "A"), ("assistant", "B"), ("tool", None)]
-
-
-@pytest.mark.parametrize("name", ["add_generation_prompt", "parse_special", "skip_special_tokens"])
-def test_what_is_always_done_cannot_be_turned_off(name: str) -> None:
-    body = {"messages": [{"role": "user", "content": "?"}]}
-    ChatRequest.model_validate({**body, name: True}).refuse_unknown()
-    with pytest.raises(AdaptiveError, match=f"{name} is not served"):
-        ChatRequest.model_validate({**body, name: False}).refuse_unknown()

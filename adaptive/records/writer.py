@@ -56,7 +56,7 @@ ROOM_S = 5.0
 CLOSING_S = 2.0
 # Seconds after the beginning of the end in which waiting generations are still tried, if some fail. A program that
 # locks the log makes each try take ten seconds.
-LAST_TRIES_S = 20.0
+LAST_TRIES_S = 5.0
 
 # Instructions of SQLite between two looks for waiting generations: less than a millisecond.
 STEPS = 1000

@@ -85,8 +85,8 @@ class RequestBody(LooseModel):
     def refuse_unknown(self) -> None:
         """Raise AdaptiveError for an unknown field, unless it or its value is ignored."""
         for name, value in (self.model_extra or {}).items():
-            off = not value and AS_EVER.get(name) is not True
-            if name not in self.passed_over and not off and AS_EVER.get(name) != value:
+            turned_off = value is False and AS_EVER.get(name) is True
+            if name not in self.passed_over and (value or turned_off) and AS_EVER.get(name) != value:
                 raise AdaptiveError(f"{name[:64]} is not served; leave it out")
 
 

@@ -285,13 +285,9 @@ class States:
             return
         self._settle(whole)
         if self._base < whole:
-            self._settled = whole
-            try:
-                for number, net in enumerate(self._nets):
-                    net(self._inputs, self._inputs, number, 0, self._recalled(whole))  # no tokens: no tensor is used
-            except BaseException:  # ctrl-C between two layers
-                self.undo(whole=False)
-                raise
+            self._settled = whole  # if ctrl-C comes between two layers, the next rollback undoes this as a pass
+            for number, net in enumerate(self._nets):
+                net(self._inputs, self._inputs, number, 0, self._recalled(whole))  # no tokens: neither tensor is used
             self._base, self._ahead, self._settled = whole, None, None
         self._checkpoints.append(Checkpoint(whole, self._states[0].clone(), self._inputs[:, self._before()]))
         forgotten = crowded([*lengths, whole])

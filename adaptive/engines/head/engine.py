@@ -30,7 +30,7 @@ from adaptive.engines.head.foreign import ForeignHead
 from adaptive.engines.head.kinds import HeadModule
 from adaptive.engines.head.module import VOCABULARY, Head
 from adaptive.engines.head.passes import HeadPasses
-from adaptive.engines.hf.cache import RollbackCache, reserve
+from adaptive.engines.hf.cache import RollbackCache, copy_prefix, reserve
 from adaptive.engines.hf.engine import PREFILL_CHUNK, TransformersEngine, TransformersSequence
 from adaptive.engines.hf.generation import FALLBACK_SAMPLING
 from adaptive.engines.hf.lora import MergedAdapter
@@ -255,7 +255,7 @@ class HeadSequence:
         self.reserve(length)
         skipped = min(self.engine.head.begins, length)
         if length > skipped:
-            self.cache.copy_prefix(other.cache, length - skipped)  # type: ignore[arg-type]  # caches of one kind
+            copy_prefix(self.cache, other.cache, length - skipped)
         self._skipped, self._exact = skipped, length
 
 

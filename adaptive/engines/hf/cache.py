@@ -414,6 +414,16 @@ def reserve(cache: CpuCache | RollbackCache, length: int) -> None:
         raise no_room(length) from error
 
 
+def copy_prefix(cache: CpuCache | RollbackCache, other: CpuCache | RollbackCache, length: int) -> None:
+    """``cache.copy_prefix``, which on a device allocates the buffers. Raises NoMemoryError if there is not enough
+    memory; the cache is then empty."""
+    try:
+        cache.copy_prefix(other, length)  # type: ignore[arg-type]  # both caches are of the same kind
+    except (RuntimeError, MemoryError) as error:
+        cache.rollback(0)
+        raise no_room(length) from error
+
+
 def no_room(length: int) -> NoMemoryError:
     """The error if there is no memory for a text of ``length`` tokens."""
     return NoMemoryError(

@@ -21,7 +21,7 @@ from adaptive.engines.cpu.forward import FEW, CpuForward, cpu_forward
 from adaptive.engines.cpu.kernels import library
 from adaptive.engines.cuda.forward import ShortForward, short_forward
 from adaptive.engines.hf import joint as hf_joint
-from adaptive.engines.hf.cache import RollbackCache, no_room, reserve
+from adaptive.engines.hf.cache import RollbackCache, copy_prefix, no_room, reserve
 from adaptive.engines.hf.calls import recurrent_pass, watch
 from adaptive.engines.hf.features import FeatureHooks
 from adaptive.engines.hf.generation import context_of, end_tokens, recommended_sampling, weights
@@ -206,11 +206,7 @@ class TransformersSequence:
         assert isinstance(other, TransformersSequence)
         self.rollback(0)
         self.reserve(length)
-        try:
-            self.cache.copy_prefix(other.cache, length)  # type: ignore[arg-type]  # both caches are of the same kind
-        except (RuntimeError, MemoryError) as error:  # buffers on a device are allocated with their first contents
-            self.rollback(0)
-            raise no_room(length) from error
+        copy_prefix(self.cache, other.cache, length)
 
 
 class TransformersEngine:
