@@ -197,8 +197,8 @@ def test_what_history_says_has_to_be_fed_to_the_draft() -> None:
         for catch_up_s in (1e-5, 1e-3):
             policy = GoodputWithHistory(dataclasses.replace(COSTS, catch_up_s=catch_up_s))
             for _ in range(400):
-                policy.ahead.observe(True, [9], [0.014], False, not reads)
-                policy.ahead.observe(False, [2], [0.012], True, False)
+                policy.continuation.observe(True, [9], [0.014], False, not reads)
+                policy.continuation.observe(False, [2], [0.012], True, False)
             saved.append(policy._saved())
         assert saved[0] - saved[1] == pytest.approx(fed * 0.99e-3, abs=0.9e-3)
 

@@ -249,8 +249,8 @@ def test_a_model_that_a_server_gets_later_is_not_the_target(stage: Make) -> None
         assert httpx.post(here.url + CHAT, json={**ASK, "model": model}, timeout=60).status_code == 200
     here.logged(4)
     assert here.book.counts["missed"] == 1
-    assert here.proxy.served is not None
-    assert here.proxy.served.name == "first"
+    assert here.proxy.discovery.served is not None
+    assert here.proxy.discovery.served.name == "first"
     assert len(here.server.asked("/v1/models")) == 2
 
 

@@ -400,6 +400,18 @@ def test_a_server_that_is_down_is_said_in_one_line() -> None:
     assert url in answer.json()["error"]["message"]
 
 
+def test_the_login_of_the_servers_address_is_said_to_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        with served(Proxy(f"http://me:secret@{place}", None, 4)) as here:
+            answer = httpx.post(here + CHAT, json=ASK, timeout=60)
+            status = httpx.get(here + "/adaptive/upstream")
+    assert status.json()["upstream"] == f"http://{place}"
+    assert f"http://{place} cannot be reached" in answer.json()["error"]["message"]
+    assert "secret" not in answer.text + status.text + caplog.text
+
+
 def _many(stage: Make, requests: int, most: int) -> None:
     def script(heard: Heard, connection: socket.socket) -> None:
         time.sleep(0.002)

@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from adaptive.control.acceptance import Acceptance
-from adaptive.control.ahead import Ahead, Discounted, Ways
 from adaptive.control.confidence import Calibration
+from adaptive.control.continuation import Continuation, Discounted, Ways
 from adaptive.control.costs import SPEED_STEP, CostModel, Steps
 from adaptive.control.looking import Looking, Looks
 from adaptive.control.policy import Adviser, Beside, Lead, Scope
@@ -304,11 +304,13 @@ class GoodputBeside(Beside):
 class BesideWithHistory(GoodputBeside):
     """The same if there is history to draft from."""
 
-    def __init__(self, known: Known, scope: Scope, ahead: Ahead, looks: Looks, clock: Callable[[], float]) -> None:
-        """Of all answers that share rounds: ``ahead`` has the rate at which they continue, in units of their plain
-        rounds; ``looks`` has the seconds that lookups take and save, by ``clock``."""
+    def __init__(
+        self, known: Known, scope: Scope, continuation: Continuation, looks: Looks, clock: Callable[[], float]
+    ) -> None:
+        """Of all answers that share rounds: ``continuation`` has the rate at which they continue, in units of their
+        plain rounds; ``looks`` has the seconds that lookups take and save, by ``clock``."""
         super().__init__(known, scope)
-        self._ahead = ahead
+        self._continuation = continuation
         self._looking, self._passed_s = Looking(looks), 0.0  # of this answer; its share of the time
         self.clock = clock
         # Tokens and time, in plain rounds, of a plain and of a drafted round.
@@ -322,7 +324,7 @@ class BesideWithHistory(GoodputBeside):
 
     def _rate_behind(self, found: bool) -> float:
         """Tokens per second of an answer's time after a round for which something was ``found`` or not."""
-        return self._ahead.rate(found, 1.0, self._ways) / self._verify[0]
+        return self._continuation.rate(found, 1.0, self._ways) / self._verify[0]
 
     def worth_looking(self, behind: bool = False) -> bool:
         """See ``LengthPolicy``."""
@@ -359,5 +361,7 @@ class BesideWithHistory(GoodputBeside):
     def _went_on(self, outcome: Round, draft_s: float) -> None:
         seconds = draft_s + self._verify[min(outcome.drafted, len(self._verify) - 1)]
         self._passed_s += seconds
-        self._ahead.observe(self._found, [1 + outcome.accepted], [seconds / self._verify[0]], self._after, self._found)
+        self._continuation.observe(
+            self._found, [1 + outcome.accepted], [seconds / self._verify[0]], self._after, self._found
+        )
         self._after, self._found = self._found, False

@@ -13,7 +13,7 @@ from __future__ import annotations
 SHORTEST, LONGEST_BATCH, BATCH_S = 8, 128, 0.1
 
 
-class Batch:
+class BatchSize:
     """The size of the current batch, in ``rounds``."""
 
     def __init__(self) -> None:

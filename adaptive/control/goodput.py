@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 
 from adaptive.control.acceptance import Acceptance
 from adaptive.control.among import Draftings, GoodputBeside, JointCosts
-from adaptive.control.batches import LONGEST_BATCH, Batch
+from adaptive.control.batches import LONGEST_BATCH, BatchSize
 from adaptive.control.between import Elapsed
 from adaptive.control.blocks import BLOCK_SHARE, Blocks
 from adaptive.control.confidence import Calibration
@@ -104,7 +104,7 @@ class GoodputLength(LengthPolicy):
         self.elapsed = Elapsed()  # rounds of this answer and the time between them; ``next_length`` is its question
         self.decided, self.waiting, self.context = False, 0, 0  # ``context`` is that of the last decision
         self.age = 0  # decisions since the best length by position was computed; 0 to compute it
-        self.batch = Batch()
+        self.batch = BatchSize()
         self.stopping = Stopping(self.longest, LONGEST_BATCH)
         self.best, self.speculating, self.longer = 1, False, 1.0
         self.length = 0  # tokens that the draft may propose in the current rounds

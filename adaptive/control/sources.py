@@ -1,8 +1,8 @@
 """Decides who drafts a round (nobody, the model, history, or one after the other) by expected tokens per second.
 
 The text continues anyway at some rate, r tokens per second: a further token in this round saves the time in which later
-rounds would produce it (``ahead.py``). So a round that commits n tokens in s seconds is worth n - r * s, and the option
-of the highest worth is chosen:
+rounds would produce it (``continuation.py``). So a round that commits n tokens in s seconds is worth n - r * s, and the
+option of the highest worth is chosen:
 
     nobody                    1                                   - r * seconds[0]
     the model                 tokens of its recent rounds         - r * their seconds
@@ -32,8 +32,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adaptive.control.ahead import KEEP, Ahead
 from adaptive.control.among import BesideWithHistory
+from adaptive.control.continuation import KEEP, Continuation
 from adaptive.control.costs import LONGEST, Timed
 from adaptive.control.goodput import RATE_WEIGHT, GoodputLength
 from adaptive.control.looking import Looking, Looks
@@ -71,16 +71,19 @@ class GoodputWithHistory(GoodputLength):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As ``GoodputLength``."""
-        self.ahead, self.rival = Ahead(), Rival()
+        self.continuation, self.rival = Continuation(), Rival()
         self.before, self.behind = Looking(), Looking()  # lookups before a round, and behind its draft
         # By the number of the round since ``next_length``. The model drafts a round without a plan, or it is plain.
         self.plans: dict[int, Plan] = {}
         self.drafts = 0  # of the observed ones of these rounds, those that the model drafted first
         self.beyond: list[Timed] = []  # rounds of which only the costs are to be learned
-        # Rounds that were not reported to ``ahead`` yet, and whether something was found for them.
+        # Rounds that were not reported to ``continuation`` yet, and whether something was found for them.
         self.untold: list[tuple[Timed, bool]] = []
         self.after: bool | None = None  # the same for the last reported round of this answer
-        self.together, self.looks_together = Ahead(), Looks()  # of shared rounds, in plain rounds; of their lookups
+        self.together, self.looks_together = (
+            Continuation(),
+            Looks(),
+        )  # of shared rounds, in plain rounds; of their lookups
         self.room = 0  # most tokens that the draft could propose at ``next_length``
         # Tokens of recent rounds left to the model: those expected by its confidence, and those accepted.
         self.promised = self.brought = 0.0
@@ -222,7 +225,7 @@ class GoodputWithHistory(GoodputLength):
             if self.room > 0:
                 tokens, seconds = self._model_round_fed()
                 ways.append((tokens, seconds / speed))
-            rate = self.rates[found] = self.ahead.rate(found, plain_s, ways) / speed
+            rate = self.rates[found] = self.continuation.rate(found, plain_s, ways) / speed
         return rate
 
     @property
@@ -234,7 +237,7 @@ class GoodputWithHistory(GoodputLength):
             return self.together.general(1.0)
         self._tell()
         plain_s = self.plain_s / self.costs.speed
-        return self.ahead.general(plain_s) * plain_s
+        return self.continuation.general(plain_s) * plain_s
 
     def _model_round(self) -> tuple[float, float]:
         """Tokens and seconds of a round of the model, for rounds that history would not draft."""
@@ -245,7 +248,7 @@ class GoodputWithHistory(GoodputLength):
     def _model_round_fed(self) -> tuple[float, float]:
         """The same if feeding the draft history's tokens of the rounds in between is charged to it."""
         tokens, seconds = self._model_round()
-        return tokens, seconds + self.costs.draft(0, 1) * self.ahead.free_a_round_left()
+        return tokens, seconds + self.costs.draft(0, 1) * self.continuation.free_a_round_left()
 
     def _saved(self) -> float:
         """Seconds that such a round saves over a plain one."""
@@ -267,7 +270,7 @@ class GoodputWithHistory(GoodputLength):
         return 1.0 + (likely - 1.0) * (brought + SURE_WEIGHT) / (promised + SURE_WEIGHT) * self.token_worth
 
     def _most_budget(self) -> float:
-        return BUDGET * self.ahead.share_left(self.plain_s / self.costs.speed)
+        return BUDGET * self.continuation.share_left(self.plain_s / self.costs.speed)
 
     def _worth_catching_up(self, limit: int) -> bool:
         return self._pays_to_read(self.waiting, limit)
@@ -275,9 +278,9 @@ class GoodputWithHistory(GoodputLength):
     def _pays_to_read(self, waiting: int, limit: int) -> bool:
         """Whether the rest of the answer will save the time in which the draft reads the ``waiting`` tokens that it has
         not seen: in rounds left to it, and in rounds that it takes from history."""
-        ahead, tokens = self.ahead, self._tokens_left(limit)
-        won_s = ahead.found_a_token() * self.rival.won * self.plain_s
-        return tokens * (ahead.left_a_token() * max(0.0, self._saved()) + won_s) > self.costs.draft(0, waiting)
+        continuation, tokens = self.continuation, self._tokens_left(limit)
+        won_s = continuation.found_a_token() * self.rival.won * self.plain_s
+        return tokens * (continuation.left_a_token() * max(0.0, self._saved()) + won_s) > self.costs.draft(0, waiting)
 
     def adviser_behind(self, tokens: int, sure: float) -> Adviser | None:
         """The model's own thresholds at the costs of the positions that its tokens will have, divided by the
@@ -391,12 +394,12 @@ class GoodputWithHistory(GoodputLength):
         self.untold.append((timed, plan is not None and plan.found))
 
     def _tell(self) -> None:
-        """Report the ended rounds to ``ahead``."""
+        """Report the ended rounds to ``continuation``."""
         if not self.untold:
             return
         self.rates, self.terms = {}, None
         untold, self.untold, speed = self.untold, [], self.costs.speed
-        self.after = self.ahead.tell(untold, lambda timed: self._believed(timed) / speed, self.after)
+        self.after = self.continuation.tell(untold, lambda timed: self._believed(timed) / speed, self.after)
 
     def among(self, scope: Scope) -> Beside:
         """See ``GoodputLength``."""
@@ -426,7 +429,7 @@ class GoodputWithHistory(GoodputLength):
 
     def _rescale(self, factor: float) -> None:
         super()._rescale(factor)
-        self.ahead.rescale(factor)
+        self.continuation.rescale(factor)
         self.rival.rescale(factor)
 
     def _decide(self, context: int, waiting: int) -> None:

@@ -11,7 +11,7 @@ If history would draft a round, tries of the model in its place have a budget of
 
 from __future__ import annotations
 
-from adaptive.control.ahead import Discounted
+from adaptive.control.continuation import Discounted
 
 # Share of plain decoding's time that tries may spend. Too low: a useful draft is found late. Too high: more is lost
 # with a bad one.

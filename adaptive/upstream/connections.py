@@ -74,10 +74,17 @@ class Answer:
         return b"".join([piece async for piece in self.pieces()])
 
 
+def without_login(url: str) -> str:
+    """The address without the name and password in it: what may be logged and said to clients."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
 class Connections:
     """The connections to the server at ``url``, of which at most ``most`` are kept while they are idle."""
 
     def __init__(self, url: str, most: int) -> None:
+        self.url = without_login(url)  # for people
         parts = urlsplit(url)
         self._host, self._prefix = parts.hostname or "", quote(parts.path.rstrip("/"), safe=PRINTABLE)
         self._tls = trusted() if parts.scheme == "https" else None

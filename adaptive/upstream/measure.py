@@ -12,6 +12,7 @@ import httpx
 
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.tls import trusted
+from adaptive.upstream.connections import without_login
 from adaptive.upstream.kinds import ADAPTIVE, Kind, kind_of
 from adaptive.upstream.models import served
 
@@ -157,6 +158,11 @@ def counted(metrics: str) -> Counted:
     return Counted(drafted, accepted, sum(drafting) / len(drafting) if drafting else None)
 
 
+def _place(client: httpx.Client) -> str:
+    """The address of the server, for people."""
+    return without_login(str(client.base_url))
+
+
 def _client(url: str, key: str | None) -> httpx.Client:
     headers = {"X-Adaptive-Record": "off"}  # in case the address is that of our own proxy
     if key is not None:
@@ -170,7 +176,7 @@ def _models(client: httpx.Client, until: float) -> Any:
         answer.raise_for_status()
         return answer.json()
     except (httpx.HTTPError, ValueError) as error:
-        raise AdaptiveError(f"the server at {client.base_url} does not answer: {first_line(error)}") from error
+        raise AdaptiveError(f"the server at {_place(client)} does not answer: {first_line(error)}") from error
 
 
 def _ready(ask: Callable[[], httpx.Response], until: float) -> tuple[httpx.Response, float]:
@@ -199,13 +205,13 @@ def _answered(client: httpx.Client, body: dict[str, Any], until: float) -> Answe
         answer, took_s = _ready(lambda: client.post("/v1/completions", json=body), until)
         if answer.status_code == httpx.codes.BAD_REQUEST:
             why = " ".join(answer.text.split())[:LONGEST_REASON]
-            raise RefusedError(f"the server at {client.base_url} refuses every prompt of the log: {why}")
+            raise RefusedError(f"the server at {_place(client)} refuses every prompt of the log: {why}")
         answer.raise_for_status()
         said = answer.json()
         tokens, choice = int(said["usage"]["completion_tokens"]), said["choices"][0]
         text, finish_reason = str(choice["text"]), choice.get("finish_reason")
     except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise AdaptiveError(f"the server at {client.base_url} does not answer a prompt: {first_line(error)}") from error
+        raise AdaptiveError(f"the server at {_place(client)} does not answer a prompt: {first_line(error)}") from error
     timings = said.get("timings")
     timings = timings if isinstance(timings, dict) else {}
     took = timings.get("predicted_ms")

@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,19 +19,19 @@ from starlette.types import Message, Receive, Scope, Send
 
 from adaptive.headers import session_name
 from adaptive.service.errors import error_object
-from adaptive.upstream.asking import PATHS, Asked, read, unlogged, with_logprobs
+from adaptive.upstream.asking import PATHS, Asked, read, with_logprobs
 from adaptive.upstream.connections import (
-    CONNECT_S,
     Answer,
     Connections,
     ServerCutError,
     UnreachableError,
     UnsendableError,
 )
+from adaptive.upstream.discovery import Discovery
 from adaptive.upstream.events import Passage
-from adaptive.upstream.kinds import MOST, UNKNOWN, Kind, kind_of
+from adaptive.upstream.kinds import Kind
 from adaptive.upstream.logbook import Exchange, Logbook
-from adaptive.upstream.models import Served, model_of, served
+from adaptive.upstream.models import model_of
 
 logger = logging.getLogger("adaptive.upstream")
 
@@ -58,16 +57,6 @@ MOST_READ = 32 << 20
 QUICK = 256 << 10
 # What a server answers that does not take the fields that were added: llama.cpp's some of it with 500.
 REFUSALS = frozenset({400, 404, 422, 500, 501})
-# What a server answers that has no list of its models.
-UNLISTED = frozenset({404, 405, 501})
-# Seconds after which a name that the server did not list is asked for again, and how many such names are remembered.
-# Too low: needless requests. Too high: answers of a new model are logged as the target's.
-AGAIN_S, MOST_NAMES = 60.0, 100
-# Fewer alternatives a token, which are asked for where a server does not give as many as its kind does.
-FEWER = (5, 0)
-# Refusals in a row that mean fewer. Too low: a server that fails once by chance is asked for fewer from then on. Too
-# high: more requests are sent twice.
-IN_A_ROW = 2
 STATUS = "/adaptive/upstream"
 # Says of an answer's length that it is the server's.
 SAME = -1
@@ -98,24 +87,16 @@ class Proxy:
         """``logbook`` None logs nothing. At most ``most`` requests are with the server at a time; others wait. ``kind``
         None finds it out. ``model``: the target's name at the server, whose other models are not logged; None takes the
         first one that the server lists."""
-        self.url = url.rstrip("/")
         self.logbook = logbook
         self.counts = Counts()
-        self.kind = kind
-        self.served: Served | None = None  # the target among the server's models, once these are known
-        self._model = model
-        self._looking: asyncio.Task[None] | None = None  # a request for the list of the server's models
-        self._looked: dict[str, float] = {}  # when it was last made for an unknown name, by name
         self.training: Callable[[], dict[str, Any]] | None = None  # what background training does, for people
-        self._most = MOST  # alternatives a token that the server is known or believed to give
-        self._refusals = 0  # in a row, of requests with that many
         self._places = asyncio.Semaphore(most)
-        self.connections = Connections(self.url, most)
+        self.connections = Connections(url.rstrip("/"), most)
+        self.discovery = Discovery(self.connections, kind, model)
 
     def close(self) -> None:
         """Close the connections to the server."""
-        if self._looking is not None:
-            self._looking.cancel()
+        self.discovery.close()
         self.connections.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -134,13 +115,13 @@ class Proxy:
                 await passing.run()
         except UnreachableError as error:
             self.counts.failed += 1
-            await passing.fail(502, f"the server at {self.url} cannot be reached: {error}")
+            await passing.fail(502, f"the server at {self.connections.url} cannot be reached: {error}")
         except UnsendableError as error:
             self.counts.failed += 1
             await passing.fail(400, f"the request cannot be passed on: {error}")
         except ServerCutError as error:
             self.counts.cut += 1  # an answer that has begun is not completed, so that the client's connection ends, too
-            await passing.fail(502, f"the server at {self.url} broke off its answer: {error}")
+            await passing.fail(502, f"the server at {self.connections.url} broke off its answer: {error}")
         except ClientGoneError:
             self.counts.cut += 1
         except asyncio.CancelledError:
@@ -155,86 +136,15 @@ class Proxy:
     def status(self) -> dict[str, Any]:
         """What has passed and what was logged, for people."""
         logged = None if self.logbook is None else self.logbook.status()
+        kind = self.discovery.kind
         return {
-            "upstream": self.url,
-            "engine": None if self.kind is None else self.kind.name,
-            "alternatives": None if self.kind is None else self.alternatives(self.kind),
+            "upstream": self.connections.url,
+            "engine": None if kind is None else kind.name,
+            "alternatives": None if kind is None else self.discovery.alternatives(kind),
             **vars(self.counts),
             "log": logged,
             "training": None if self.training is None else self.training(),
         }
-
-    async def known(self, key: str | None, name: str) -> Kind:
-        """The kind of the server; unknown while it does not answer. It is asked for its models once, and again when a
-        request names a model ``name`` that it did not list: it may have got that since."""
-        if self.served is None or self._is_new(name):
-            if self._looking is None:
-                self._looking = asyncio.create_task(self._look(key))
-            await asyncio.shield(self._looking)
-            self._looked[name] = time.monotonic()
-            if len(self._looked) > MOST_NAMES:
-                del self._looked[next(iter(self._looked))]
-        return self.kind or UNKNOWN
-
-    def _is_new(self, name: str) -> bool:
-        """Whether the server, which listed one model, may have got this one since."""
-        one = self.served
-        if one is None or not (one.alone and one.name and name) or name in one.names:
-            return False
-        return time.monotonic() - self._looked.get(name, -math.inf) >= AGAIN_S
-
-    async def _look(self, key: str | None) -> None:
-        """Ask the server for its models, on behalf of all requests that wait for that."""
-        headers = [] if key is None else [(b"authorization", key.encode("latin-1"))]
-
-        async def ask() -> tuple[int, bytes]:
-            async with self.connections.ask("GET", b"/v1/models", headers) as answer:
-                return answer.status, await answer.read()
-
-        try:
-            status, body = await asyncio.wait_for(ask(), CONNECT_S)
-            said = json.loads(body) if status == 200 else None
-            if said is not None or (self.kind is not None and status in UNLISTED):
-                self._found(said)
-        except (UnreachableError, UnsendableError, ServerCutError, asyncio.TimeoutError, ValueError):
-            pass
-        finally:
-            self._looking = None
-
-    def _found(self, models: object) -> None:
-        """The server has said its models."""
-        before = self.served
-        # The target stays the one that it was, whatever is listed first now.
-        self.served = served(models, self._model or (None if before is None else before.name or None))
-        if self.kind is None:
-            self.kind = kind_of(models)
-            logger.info("the server at %s is %s", self.url, self.kind.name)
-        if self.served.others and (before is None or before.alone):
-            logger.info("of its models, answers of %s are logged; --model names another", self.served.name)
-
-    def unlogged(self, said: Mapping[str, Any]) -> str | None:
-        """Why answers to the request ``said`` are not logged; None if they are."""
-        if self.served is not None and not self.served.is_target(model_of(said)):
-            return "it is of another model (--model names the one to log)"
-        return unlogged(said)
-
-    def alternatives(self, kind: Kind) -> int:
-        """How many a token are asked for."""
-        return min(kind.alternatives, self._most)
-
-    def taken(self) -> None:
-        """The server has taken a request with added fields."""
-        self._refusals = 0
-
-    def refused(self, asked: int) -> None:
-        """The server has refused a request for so many, and taken the client's own; after IN_A_ROW such refusals fewer
-        are asked for. Nothing follows from what a server does while its kind is not known."""
-        if self.kind is None or asked != self.alternatives(self.kind):
-            return
-        self._refusals += 1
-        if self._refusals == IN_A_ROW:
-            self._refusals, self._most = 0, next(most for most in FEWER if most < asked)
-            logger.warning("the server gives no %d alternatives a token; %d are asked for", asked, self._most)
 
 
 class _Passing:
@@ -283,24 +193,24 @@ class _Passing:
 
     async def _ask(self, asked: Asked, headers: dict[bytes, bytes]) -> None:
         key = headers[b"authorization"].decode("latin-1") if b"authorization" in headers else None
-        kind = await self.proxy.known(key, model_of(asked.said))
+        kind = await self.proxy.discovery.known(key, model_of(asked.said))
         assert self.proxy.logbook is not None
-        if (why := self.proxy.unlogged(asked.said)) is not None:
+        if (why := self.proxy.discovery.unlogged(asked.said)) is not None:
             self.proxy.logbook.leave_out(why)
             await self._pass(asked.body)
             return
-        wanted = self.proxy.alternatives(kind)
+        wanted = self.proxy.discovery.alternatives(kind)
         more = with_logprobs(asked, kind, wanted)
         async with self._sent(more.body, plain=True) as answer:
             if not (more.added and answer.status in REFUSALS):
                 if more.added and answer.status == 200:
-                    self.proxy.taken()
+                    self.proxy.discovery.taken()
                 await self._answer(more, kind, headers, key, answer)
                 return
         # Whatever the reason was, the client is told what the server says to its own request.
         async with self._sent(asked.body, plain=True) as answer:
             if answer.status < 400:
-                self.proxy.refused(wanted)
+                self.proxy.discovery.refused(wanted)
             await self._answer(asked, kind, headers, key, answer)
 
     async def _answer(

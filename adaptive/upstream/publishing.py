@@ -16,6 +16,7 @@ import httpx
 
 from adaptive.errors import AdaptiveError
 from adaptive.tls import trusted
+from adaptive.upstream.connections import without_login
 from adaptive.upstream.kinds import ADAPTIVE, LLAMA_SERVER, LM_STUDIO, SGLANG, UNKNOWN, VLLM, Kind
 from adaptive.upstream.starts import COMMENT, program_ends
 from checkpoints import files
@@ -225,4 +226,4 @@ def restart(command: str, url: str, key: str | None, draft: Path | None, length:
         except httpx.HTTPError:
             pass
         time.sleep(LOOK_S)
-    raise AdaptiveError(f"the server at {url} did not answer within {wait_s:.0f} s of its restart")
+    raise AdaptiveError(f"the server at {without_login(url)} did not answer within {wait_s:.0f} s of its restart")

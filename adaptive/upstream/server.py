@@ -24,6 +24,7 @@ from adaptive.service.server import GRACE_S, address, listen, only_server, serve
 from adaptive.service.trainer import Trainer, background
 from adaptive.settings import Settings
 from adaptive.state import PairState
+from adaptive.upstream.connections import without_login
 from adaptive.upstream.kinds import KINDS, Kind
 from adaptive.upstream.logbook import Logbook
 from adaptive.upstream.parsing import Parsing
@@ -78,7 +79,7 @@ def learn(
         ):
             here = address(settings.host, listening.getsockname()[1])
             note(here)
-            logger.info("listening on %s, in front of %s", here, url)
+            logger.info("listening on %s, in front of %s", here, without_login(url))
             proxy = Proxy(url, book, most, kind, model)
             proxy.training = lambda: asdict(trainer.status)
             key = settings.api_key.get_secret_value() if settings.api_key else None

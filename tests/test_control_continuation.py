@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 from test_control import TABLE, Clock, World
 
-from adaptive.control.ahead import Ahead
+from adaptive.control.continuation import Continuation
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.policy import Scope
 from adaptive.control.sources import GoodputWithHistory
@@ -19,31 +19,31 @@ PLAIN = (1.0, PLAIN_S)
 
 
 def test_where_nothing_is_found_the_price_is_that_of_the_best_way_whatever_chance_brought() -> None:
-    ahead = Ahead()
-    ahead.observe(False, [5] * 60, [1.2] * 60, None, False)  # a lucky minute of the draft
-    assert ahead.rate(False, PLAIN_S, [PLAIN, (1.5, 1.25)]) == pytest.approx(1.2)
-    assert ahead.rate(False, PLAIN_S, [PLAIN, (1.1, 1.25)]) == pytest.approx(1.0)
+    continuation = Continuation()
+    continuation.observe(False, [5] * 60, [1.2] * 60, None, False)  # a lucky minute of the draft
+    assert continuation.rate(False, PLAIN_S, [PLAIN, (1.5, 1.25)]) == pytest.approx(1.2)
+    assert continuation.rate(False, PLAIN_S, [PLAIN, (1.1, 1.25)]) == pytest.approx(1.0)
 
 
 def test_rounds_with_a_match_count_by_what_they_brought_and_the_others_by_the_best_way() -> None:
     """Every second round has a match, which brings six tokens in 1.5 seconds."""
-    ahead = Ahead()
+    continuation = Continuation()
     after = None
     for number in range(600):
         found = number % 2 == 0
-        ahead.observe(found, [6] if found else [1], [1.5] if found else [1.0], after, found)
+        continuation.observe(found, [6] if found else [1], [1.5] if found else [1.0], after, found)
         after = found
     # Behind a round without a match there always is one, and the other way round.
-    assert ahead.rate(False, PLAIN_S, [PLAIN]) == pytest.approx(6 / 1.5, rel=0.05)
-    assert ahead.rate(True, PLAIN_S, [PLAIN, (1.5, 1.2)]) == pytest.approx(1.5 / 1.2, rel=0.1)
-    assert ahead.general(PLAIN_S) == pytest.approx(7 / 2.5, rel=0.05)
-    assert ahead.share_left(PLAIN_S) == pytest.approx(1 / 2.5, rel=0.1)
-    assert ahead.free_a_round_left() == pytest.approx(6, rel=0.1)
+    assert continuation.rate(False, PLAIN_S, [PLAIN]) == pytest.approx(6 / 1.5, rel=0.05)
+    assert continuation.rate(True, PLAIN_S, [PLAIN, (1.5, 1.2)]) == pytest.approx(1.5 / 1.2, rel=0.1)
+    assert continuation.general(PLAIN_S) == pytest.approx(7 / 2.5, rel=0.05)
+    assert continuation.share_left(PLAIN_S) == pytest.approx(1 / 2.5, rel=0.1)
+    assert continuation.free_a_round_left() == pytest.approx(6, rel=0.1)
 
 
 def test_several_rounds_at_once_count_as_one_by_one() -> None:
     chance = random.Random(3)
-    at_once, singly = Ahead(), Ahead()
+    at_once, singly = Continuation(), Continuation()
     after: bool | None = None
     for _ in range(40):
         found, count = chance.random() < 0.4, chance.randint(1, 9)

@@ -84,7 +84,7 @@ class Behind:
             self.left += (1.0 - remain) / (1.0 - KEEP_BEHIND)
 
 
-class Ahead:
+class Continuation:
     """The rates, and the part of the text in rounds for which nothing was found. All seconds are in the same unit, at
     whatever speed the machine runs now."""
 
