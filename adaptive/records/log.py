@@ -311,7 +311,8 @@ class Log:
         """Tokens, rounds and seconds of every generation that took a round, oldest first (for ``records.saved``)."""
         with self._reading() as connection:
             rows = connection.execute(
-                """SELECT t.generation, predicted_n - 1, predicted_s, t.rounds_n, rounds_s, plain_n, plain_s, shared_n
+                """SELECT t.generation, predicted_n - 1, predicted_s - start_s, t.rounds_n, rounds_s - start_s, plain_n,
+                plain_s, shared_n
                 FROM round_times AS t JOIN figures ON figures.generation = t.generation ORDER BY t.generation"""
             ).fetchall()
         return tuple(Spent(*row) for row in rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import sqlite3
 import struct
@@ -52,7 +51,11 @@ ROUND = ", ".join(Round._fields)
 INSERT_ROUND = f"INSERT INTO rounds (generation, idx, {ROUND}) VALUES (?, ?{', ?' * len(Round._fields)})"
 FIGURES = ("generation", "session", "created", "adapter", "predicted_n", "predicted_s", "expected_s", "counts", "own")
 INSERT_FIGURES = f"INSERT INTO figures ({', '.join(FIGURES)}) VALUES (?{', ?' * (len(FIGURES) - 1)})"
-TIMES = ("generation", "rounds_n", "rounds_s", "plain_n", "plain_s", "shared_n")
+TIMES = ("generation", "rounds_n", "rounds_s", "plain_n", "plain_s", "start_s", "shared_n")
+# Rounds at the start of an answer that do not show how long plain decoding takes: the processor's caches hold the work
+# of before, and the previous answer is being written to the log. At most half of the answer's rounds. Too low: plain
+# decoding seems slower than it is, because tries of a draft are often at the start. Too high: fewer rounds count.
+START = 8
 INSERT_TIMES = f"INSERT INTO round_times ({', '.join(TIMES)}) VALUES (?{', ?' * (len(TIMES) - 1)})"
 
 
@@ -82,17 +85,29 @@ def insert(connection: sqlite3.Connection, generation: Generation, number: int |
     return number
 
 
-def _times(rounds: Sequence[Round]) -> tuple[int, float, int, float, int]:
-    """The values of ``round_times``: the number of rounds and their seconds, the number and seconds of the plain
-    rounds that do not follow a round for which the draft was asked, and the number of rounds in shared passes.
+def _times(rounds: Sequence[Round]) -> tuple[int, float, int, float, float, int]:
+    """The values of ``round_times``: the number of rounds and their seconds; the number and seconds of those that show
+    how long plain decoding takes; the seconds that passes at the start took longer than later ones over as many drafted
+    tokens; the number of shared passes.
 
-    A plain step right after such a round can take longer than the plain steps after it, so it is no measure of
-    plain decoding.
+    A plain step right after a round for which the draft was asked can take longer than the plain steps after it, and
+    passes at the start of an answer do, whoever drafts. An answer for which no draft was asked shows what all its
+    rounds take, without what its start took longer.
     """
-    pairs = itertools.pairwise((None, *rounds))
-    plain = [b for a, b in pairs if b is not None and not asked(b) and not (a is not None and asked(a))]
-    total, steps = (sum(r.draft_s + r.verify_s for r in some) for some in (rounds, plain))
-    return len(rounds), total, len(plain), steps, sum(r.shared > 0 for r in rounds)
+    drafting = [asked(outcome) for outcome in rounds]
+    seconds = [outcome.draft_s + outcome.verify_s for outcome in rounds]
+    start = min(START, len(rounds) // 2)
+    later: dict[int, list[float]] = {}
+    for outcome in rounds[start:]:
+        later.setdefault(outcome.drafted, []).append(outcome.verify_s)
+    usual = {drafted: sum(passes) / len(passes) for drafted, passes in later.items()}
+    start_s = sum(r.verify_s - usual[r.drafted] for r in rounds[:start] if r.drafted in usual)
+    plain, plain_s = len(rounds), sum(seconds) - start_s
+    if any(drafting):
+        before = [False, *drafting]
+        steps = [seconds[i] for i in range(start, len(rounds)) if not (before[i] or drafting[i])]
+        plain, plain_s = len(steps), sum(steps)
+    return len(rounds), sum(seconds), plain, plain_s, start_s, sum(outcome.shared > 0 for outcome in rounds)
 
 
 def _values(generation: Generation) -> tuple[object, ...]:

@@ -8,6 +8,9 @@ Means are compared, since disturbances of the machine affect both kinds of round
 time**: an answer is compared with the plain rounds nearest to it, before and after, since the load of a machine
 changes over the day. A plain round is compared with itself, so an answer that drafted nothing saves exactly 0.
 
+Passes at the start of an answer take longer, in plain decoding as well. So that is left out of all seconds
+(``records.rows``): tries of the draft, and so plain rounds, are often there.
+
 A token takes more time than its round: sampling, text, the record. Each answer's time between its rounds is split
 evenly over its tokens. An answer that shared passes with others is left out: most of its time belonged to them.
 """
@@ -23,13 +26,13 @@ import numpy.typing as npt
 
 # Plain rounds that an answer is compared with. Too low: their mean is noisy. Too high: they include hours when the load
 # of the machine was different.
-NEAR = 300
+NEAR = 200
 # Largest ratio between the seconds a round of an answer and those of the answers with its plain rounds, in either
 # direction. Beyond it the machine was not in the same state, and the answer is left out. Too high: such answers count.
 # Too low: answers with longer drafts are left out too.
 OTHER_PACE = 2.0
 # Fewest plain rounds for an estimate.
-FEWEST = 20
+FEWEST = 10
 # Draws of the bootstrap over answers; 1,000 give the ends of a 95% interval to a tenth of its width.
 DRAWS = 1000
 # Most units that the bootstrap draws. In a longer log several neighbouring answers form one unit, which bounds the
@@ -37,7 +40,7 @@ DRAWS = 1000
 MOST = 1000
 # Draws computed at once. This bounds the memory: AT_ONCE times the number of answers are held.
 AT_ONCE = 50
-# Seconds and names of the units, largest first. A unit is used if an end of the interval is two units or more.
+# Seconds and names of the units, largest first. A unit is used if a time is two units or more.
 UNITS = ((3600, "h"), (60, "min"), (1, "s"))
 
 Numbers = npt.NDArray[np.float64]
@@ -45,8 +48,9 @@ Numbers = npt.NDArray[np.float64]
 
 class Spent(NamedTuple):
     """Tokens, rounds and times of one answer: its ``tokens`` without the first and their ``seconds``; its ``rounds``
-    and their ``rounds_s``; the number of ``plain`` rounds that did not follow a drafting round (one token each) and
-    their ``plain_s``; the number of rounds in passes ``shared`` with other answers."""
+    and their ``rounds_s``; the number of ``plain`` rounds that neither followed a drafting round nor were at the start
+    (one token each) and their ``plain_s``; the number of rounds in passes ``shared`` with other answers. All seconds
+    are without what passes at the start of the answer took longer than later ones."""
 
     id: int
     tokens: int
@@ -81,7 +85,7 @@ class Saved:
         """For people: 12 s (9 to 15 s)."""
         if not self.answers:
             return "0 s"
-        unit, name = next((u, n) for u, n in UNITS if max(abs(self.low), abs(self.high)) >= 2 * u or u == 1)
+        unit, name = _unit(max(abs(self.low), abs(self.high)))
         digits = 1 if self.high - self.low < 4 * unit else 0
         mean, low, high = (
             f"{value / unit + 0.0:.{digits}f}".replace("-", "−") for value in (self.seconds, self.low, self.high)
@@ -91,12 +95,18 @@ class Saved:
 
 def saved_in_words(saved: Saved | None, training_s: float) -> str:
     """One line with the time that drafting saved and the time that training took."""
-    took = f"training took {training_s:.0f} s" if training_s else "nothing was trained"
+    unit, name = _unit(training_s)
+    took = f"training took {training_s / unit:.0f} {name}" if training_s else "nothing was trained"
     if saved is None:
-        return f"time saved is not known: too little was decoded plainly; {took}"
+        return f"time saved is not known: no answer can be compared with enough plain decoding; {took}"
     known = f"{saved.answers} of " * (saved.answers < saved.drafted)
     answers = f"in {known}{saved.drafted} answer{'s' * (saved.drafted != 1)} that drafted"
     return f"saved {saved.text} against plain decoding, {answers}; {took}"
+
+
+def _unit(seconds: float) -> tuple[int, str]:
+    """The largest unit of which these are two or more: its seconds and its name."""
+    return next((unit, name) for unit, name in UNITS if seconds >= 2 * unit or unit == 1)
 
 
 def time_saved(spent: Sequence[Spent]) -> Saved | None:

@@ -201,9 +201,36 @@ def tell_shared_passes(connection: sqlite3.Connection) -> None:
             connection.execute(f"ALTER TABLE {table} ADD COLUMN {column} INTEGER NOT NULL DEFAULT 0")
 
 
+def leave_out_starts(connection: sqlite3.Connection) -> None:
+    """Migration 10: ``round_times`` anew, with the seconds by which the passes at the start of an answer took longer.
+    Rounds there had counted as plain decoding."""
+    if ("start_s",) not in connection.execute("SELECT name FROM pragma_table_info('round_times')").fetchall():
+        connection.execute("ALTER TABLE round_times ADD COLUMN start_s REAL NOT NULL DEFAULT 0")
+    connection.execute(
+        """INSERT OR REPLACE INTO round_times (generation, rounds_n, rounds_s, plain_n, plain_s, start_s, shared_n)
+        SELECT generation, n, total,
+               CASE WHEN drafting THEN plain_n ELSE n END, CASE WHEN drafting THEN plain_s ELSE total - start_s END,
+               start_s, shared_n
+        FROM (SELECT generation, count(*) AS n, sum(draft_s + verify_s) AS total, max(asked) AS drafting,
+                     sum(plain) AS plain_n, sum(plain * (draft_s + verify_s)) AS plain_s,
+                     sum(CASE WHEN place < start THEN coalesce(verify_s - usual_s, 0) ELSE 0 END) AS start_s,
+                     sum(shared > 0) AS shared_n
+              FROM (SELECT *, place >= start AND NOT asked
+                              AND lag(asked, 1, 0) OVER (PARTITION BY generation ORDER BY idx) = 0 AS plain,
+                           avg(CASE WHEN place >= start THEN verify_s END)
+                               OVER (PARTITION BY generation, drafted) AS usual_s
+                    FROM (SELECT *, drafted > 0 OR draft_s > ? * verify_s AS asked,
+                                 row_number() OVER (PARTITION BY generation ORDER BY idx) - 1 AS place,
+                                 min(8, count(*) OVER (PARTITION BY generation) / 2) AS start
+                          FROM rounds))
+              GROUP BY generation)""",
+        (ASKED,),
+    )
+
+
 MIGRATIONS = (
     create_tables, index_session_and_created, add_expected_seconds, add_checksum, add_round_times, sum_up_generations,
-    tell_drafters_apart, leave_out_dropped_drafts, tell_shared_passes,
+    tell_drafters_apart, leave_out_dropped_drafts, tell_shared_passes, leave_out_starts,
 )  # fmt: skip
 
 

@@ -11,6 +11,12 @@ plain.unit = .1;
 const rate = x => x.toFixed(x >= 9.95 ? 0 : x >= .995 ? 1 : 2);
 const count = (n, one, several) => `${n} ${n === 1 ? one : several}`;
 
+// Seconds in the largest unit of which these are two or more.
+function duration(seconds) {
+  const [unit, name] = [[3600, "h"], [60, "min"], [1, "s"]].find(([unit]) => seconds >= 2 * unit || unit === 1);
+  return `${(seconds / unit).toFixed(0)} ${name}`;
+}
+
 function bytes(n) {
   for (const unit of ["B", "kB", "MB"]) {
     if (n < 1000) return `${n >= 10 || unit === "B" ? n.toFixed(0) : n.toFixed(1)} ${unit}`;
@@ -54,7 +60,7 @@ function showHistory(found) {
   const some = found.saved && found.saved.answers < found.saved.drafted
     ? ` in ${found.saved.answers} of ${found.saved.drafted} answers` : "";
   at("within").textContent = (within ? "(" + within + " " : "") + "saved against plain decoding" + some + "; "
-    + (found.training_seconds ? `training took ${found.training_seconds.toFixed(0)} s` : "nothing was trained");
+    + (found.training_seconds ? `training took ${duration(found.training_seconds)}` : "nothing was trained");
   const drafting = found.totals.mean_draft_length > 0 ? `The answers were ${others}.`
     : "Appears with the first answer for which something was drafted.";
   overTime("rate", found, drafting, percent, {most: 1}, ["acceptance_rate", "one", "accepted"]);
