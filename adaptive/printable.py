@@ -6,6 +6,8 @@ title or the clipboard, nor forge a line.
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 # From U+2400 on: a picture for each ASCII control character (ESC is shown as one sign).
 _PICTURES = 0x2400
 _CONTROLS = {code: chr(_PICTURES + code) for code in range(0x20)} | {0x7F: "\u2421"}
@@ -29,6 +31,17 @@ def printable(text: str) -> str:
 def printable_line(text: str) -> str:
     """``text`` on one line: line breaks and tabs are made visible as well."""
     return text.translate(_LINE)
+
+
+def without_login(address: str) -> str:
+    """The address of a server without the name and password in it."""
+    parts = urlsplit(address)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def refused_address(address: str) -> str:
+    """What is said of an address that cannot be used; it is not quoted if there may be a password in it."""
+    return "no address" if "@" in address else repr(address)
 
 
 def counted(count: int, one: str) -> str:

@@ -25,6 +25,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from adaptive.errors import AdaptiveError, first_line
+from adaptive.printable import refused_address
 from adaptive.settings import Settings
 from adaptive.tls import trusted
 from adaptive.tokens import common_prefix
@@ -343,7 +344,7 @@ def untrained(settings: Settings) -> str | None:
     if not is_address(settings.draft):
         return None
     return (
-        f"the draft at {settings.draft} is not trained from here; what is said is logged, and adaptive distill with a "
+        "the draft of a draft server is not trained from here; what is said is logged, and adaptive distill with a "
         "copy of that draft (--draft FOLDER) learns from it"
     )
 
@@ -355,12 +356,15 @@ def remote_of(settings: Settings) -> Remote | None:
         return None
     try:
         parts = urlsplit(settings.draft)
-        wrong = not parts.hostname or parts.port == 0 or parts.username or parts.query or parts.fragment
+        wrong = not parts.hostname or parts.port == 0 or "@" in parts.netloc or parts.query or parts.fragment
         httpx.URL(settings.draft).raw_host.decode("ascii").encode("idna")  # as a socket will encode it
     except (ValueError, httpx.InvalidURL):  # an invalid port, character or name, such as a name with an empty part
         wrong = True
     if wrong:
-        raise AdaptiveError(f"--draft is {settings.draft!r}; it must be an address such as http://127.0.0.1:8095")
+        raise AdaptiveError(
+            f"--draft is {refused_address(settings.draft)}; it must be an address such as http://127.0.0.1:8095, "
+            "without a login"
+        )
     return _remote(settings.draft.rstrip("/"), _key(settings))
 
 

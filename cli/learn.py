@@ -24,7 +24,8 @@ PORT = 8090
 def learn(
     settings: Settings,
     upstream: Annotated[
-        Optional[str], typer.Option(help="Address of the server.", metavar="URL", rich_help_panel=PROXY)
+        Optional[str],
+        typer.Option(help="Address of the server.", metavar="URL", envvar="ADAPTIVE_UPSTREAM", rich_help_panel=PROXY),
     ] = None,
     engine: Annotated[
         Optional[str],

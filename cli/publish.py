@@ -55,7 +55,12 @@ def publish(
     settings: Settings,
     upstream: Annotated[
         Optional[str],
-        typer.Option(help="Address of the server, to be measured.", metavar="URL", rich_help_panel=SERVER),
+        typer.Option(
+            help="Address of the server, to be measured.",
+            metavar="URL",
+            envvar="ADAPTIVE_UPSTREAM",
+            rich_help_panel=SERVER,
+        ),
     ] = None,
     engine: Annotated[
         Optional[str], typer.Option(help="llama-server, vllm, sglang, lm-studio or adaptive.", rich_help_panel=SERVER)

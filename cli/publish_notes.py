@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adaptive.errors import AdaptiveError
+from adaptive.printable import without_login
 from checkpoints import files
 
 if TYPE_CHECKING:
@@ -37,16 +38,16 @@ def folder_of(state: PairState) -> Path:
 
 def earlier(state: PairState, url: str, kind: Kind) -> Put | None:
     """What the server at ``url`` was given before; None if nothing, or if a server of another kind was there."""
-    found = _remembered(state).get(url)
+    found = _remembered(state).get(without_login(url))
     return found if found is not None and found.engine == kind.name else None
 
 
 def remember(state: PairState, url: str, put: Put) -> None:
     """Note what the server at ``url`` has been given, and delete the draft that it had before, unless another server
     has that too. Raises AdaptiveError if the note cannot be written."""
-    known = _remembered(state)
-    replaced = known.get(url)
-    known[url] = put
+    known, place = _remembered(state), without_login(url)
+    replaced = known.get(place)
+    known[place] = put
     _note_down(state, known, "it is in use")
     if replaced is not None and replaced.draft not in {one.draft for one in known.values()}:
         discard_own(state, Path(replaced.draft))
@@ -83,9 +84,10 @@ def _note(state: PairState) -> Path:
 
 
 def _remembered(state: PairState) -> dict[str, Put]:
-    """By the servers' addresses, or BY_HAND and the draft; nothing if the note is missing or of another form."""
+    """By the servers' addresses without logins, or BY_HAND and the draft; nothing if the note is missing or of another
+    form."""
     try:
         said = json.loads(_note(state).read_text(encoding="utf-8"))
-        return {url: Put(**one) for url, one in said.items()}
+        return {url if url.startswith(BY_HAND) else without_login(url): Put(**one) for url, one in said.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}

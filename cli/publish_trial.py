@@ -14,7 +14,7 @@ from pathlib import Path
 import typer
 
 from adaptive.errors import AdaptiveError
-from adaptive.printable import printable_line
+from adaptive.printable import printable_line, without_login
 from adaptive.upstream import publishing
 from adaptive.upstream.kinds import Kind
 from adaptive.upstream.lengths import advise, round_costs
@@ -126,8 +126,8 @@ def _undo(server: Server, draft: Path, earlier: Put | None) -> bool:
     except (AdaptiveError, KeyboardInterrupt) as error:
         why = str(error) or "interrupted again"
         file = f", and {server.file.path} is still edited" if server.file is not None and server.file.edited else ""
-        said = f"that failed ({why}); the server at {server.url} uses {draft}, unmeasured, or does not run{file}"
-        _say(said)
+        place = without_login(server.url)
+        _say(f"that failed ({why}); the server at {place} uses {draft}, unmeasured, or does not run{file}")
         return False
     return True
 

@@ -18,7 +18,9 @@ from service_server import Server
 from adaptive.caches import Conversations
 from adaptive.kept import LEAST, KeptCaches
 from adaptive.pair import Pair, load_pair
+from adaptive.records.erase import erase_beside
 from adaptive.settings import load_settings
+from adaptive.state import open_state
 
 # One xdist worker runs these tests, since they start one server after another.
 pytestmark = pytest.mark.xdist_group("kept_caches")
@@ -178,6 +180,22 @@ def test_a_file_is_written_in_pieces_and_dropped_as_soon_as_somebody_asks(
     again = conversations(pair, folder)
     assert held(again, [*TEXT, 9]) == len(TEXT)
     assert torch.equal(read(again, TEXT), wanted)
+
+
+def test_a_purge_while_a_file_is_written_leaves_nothing(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adaptive.kept.PIECE", 1 << 16)
+    state = open_state(tmp_path, "pair")
+    here = conversations(pair, state.caches)
+    read(here, TEXT)
+
+    def purges() -> bool:
+        erase_beside(state, everything=False)
+        return False
+
+    here.keep(purges)
+    assert not [file for file in state.root.rglob("*") if file.suffix != ".db" and file.is_file()]
 
 
 @pytest.mark.parametrize("limit", [10**9, 1])

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from test_publish import adapter, box, state, state_with, use  # noqa: F401
 from upstream_server import until
 
 from adaptive.state import PairState
+from adaptive.upstream.kinds import KINDS
 from checkpoints.store import AdapterStore
 from cli import publish_notes
 
@@ -53,6 +55,14 @@ def test_drafts_that_no_server_uses_any_more_are_deleted(
     assert (status, json.loads(out)["draft"]) == (0, str(left)), errors
     publish_notes.remember(state, "http://other", publish_notes.Put("vllm", "0002", str(mine), 3))
     assert left.exists()  # somebody starts a server with it by hand
+
+
+def test_the_login_of_a_servers_address_is_not_noted_down(state: PairState) -> None:
+    mine, file = publish_notes.Put("vllm", "0001", "/mine", 3), state.root / "published.json"
+    file.write_text(json.dumps({"http://me:secret@other": asdict(mine)}))
+    assert publish_notes.earlier(state, "http://me:new@other", KINDS["vllm"]) == mine
+    publish_notes.remember(state, "http://me:secret@other", replace(mine, draft_length=4))
+    assert list(json.loads(file.read_text())) == ["http://other"]
 
 
 def test_an_interrupted_trial_leaves_no_draft_behind(state: PairState, box: Any, tmp_path: Path) -> None:

@@ -314,6 +314,10 @@ def test_what_cannot_be_asked_is_one_line(
         said = refused("--draft", address)
         assert "must be an address" in said
         assert said.isascii()
+    for address in ("http://:secret@127.0.0.1:1", "http://me:secret@127.0.0.1:1"):
+        said = refused("--draft", address)
+        assert "must be an address" in said
+        assert "secret" not in said
     other = Vocabulary(tokens={"one": 3, "two": 4}, probe=[3])
     with served_here(models[1], other) as url:
         assert "different tokenizers: token 3 is" in refused("--draft", url)

@@ -208,6 +208,7 @@ def test_nothing_is_kept_without_a_record(tmp_path: Path, server: Server) -> Non
         (("--upstream", "ftp://x"), "must be an address"),
         (("--upstream", "http://[::1"), "must be an address"),
         (("--upstream", "http://127.0.0.1:99999"), "must be an address"),
+        (("--upstream", "http://me:sec#ret@x"), "must be an address"),
         (("--upstream", "http://x", "--engine", "abacus"), "llama-server"),
         (("--upstream", "http://x", "--host", "0.0.0.0"), "--api-key-file"),
     ],
@@ -217,6 +218,7 @@ def test_a_mistake_is_one_line(adaptive: Any, options: tuple[str, ...], said: st
     assert (status, out) == (2, "")
     assert said in errors
     assert errors.count("\n") == 1
+    assert "sec#ret" not in errors
 
 
 def test_the_target_may_be_a_folder_of_config_and_tokenizer(tmp_path: Path) -> None:

@@ -65,6 +65,10 @@ def test_a_server_that_still_loads_is_waited_for() -> None:
         left[0] = 3
         with pytest.raises(AdaptiveError, match="503"):
             measure(server.url, None, PROMPTS, 8)
+        left[0] = 3
+        with pytest.raises(AdaptiveError, match="503 Service Unavailable") as refused:
+            measure(server.url.replace("//", "//me:secret@"), None, PROMPTS, 8)
+        assert "secret" not in str(refused.value)
 
 
 def test_a_prompt_that_is_too_long_is_left_out() -> None:

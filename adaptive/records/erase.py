@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import sqlite3
 from collections.abc import Collection, Iterator
@@ -107,7 +108,7 @@ def erase_beside(state: PairState, everything: bool) -> list[str]:
     an interrupted training run, and the lines typed in a chat.
     """
     spool = FeatureSpool(state.features, 0)
-    shutil.rmtree(state.caches, ignore_errors=True)
+    _erase_caches(state)
     if everything:
         spool.erase()
     elif state.features.is_dir():
@@ -122,6 +123,17 @@ def erase_beside(state: PairState, everything: bool) -> list[str]:
     files.sweep(state.root)
     remove_deleted(state.root)
     return [file.name for file in doomed + others]
+
+
+def _erase_caches(state: PairState) -> None:
+    """Remove the caches that are kept on disk. The folder is renamed first: a server that writes there sees that it is
+    gone, and no file is added to it. Raises OSError if something stays."""
+    if not state.caches.is_dir():
+        return
+    doomed = files.unfinished(state.root)
+    os.rename(state.caches, doomed)
+    shutil.rmtree(doomed)
+    files.finished(doomed)
 
 
 @contextmanager

@@ -228,13 +228,14 @@ class Log:
         """Every session, the latest first."""
         with self._reading() as connection:
             rows = connection.execute(
-                """SELECT grouped.*, opening.messages, opening.prompt_text
-                FROM (SELECT session, count(*), min(created), max(created), min(id) AS first_id, max(id) AS last_id
-                      FROM generations GROUP BY session) AS grouped
-                JOIN generations AS opening ON opening.id = grouped.first_id ORDER BY grouped.last_id DESC"""
+                """SELECT session, count(*), min(created), max(created), min(id) FROM generations
+                GROUP BY session ORDER BY max(id) DESC"""
             ).fetchall()
+            # Not by a join: SQLite sorts much text in a temporary file outside of the private folder.
+            opening = "SELECT messages, prompt_text FROM generations WHERE id = ?"
+            openings = [connection.execute(opening, (first_id,)).fetchone() for *_, first_id in rows]
         found = []
-        for session, generations, first, last, _, _, messages, prompt_text in rows:
+        for (session, generations, first, last, _), (messages, prompt_text) in zip(rows, openings, strict=True):
             said = prompt_text
             with suppress(DamagedRecordError):
                 said = next((m.content for m in messages_of(messages) if m.role == "user"), prompt_text)

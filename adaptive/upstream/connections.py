@@ -18,6 +18,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 import h11
 
+from adaptive.printable import without_login
 from adaptive.tls import trusted
 
 # Seconds to reach the server, and between an answer and the end of an idle connection to it: less than servers keep
@@ -72,12 +73,6 @@ class Answer:
     async def read(self) -> bytes:
         """All of the body. Raises ServerCutError."""
         return b"".join([piece async for piece in self.pieces()])
-
-
-def without_login(url: str) -> str:
-    """The address without the name and password in it: what may be logged and said to clients."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 class Connections:

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 
 from adaptive.errors import AdaptiveError, first_line
+from adaptive.printable import without_login
 from adaptive.tls import trusted
-from adaptive.upstream.connections import without_login
 from adaptive.upstream.kinds import ADAPTIVE, Kind, kind_of
 from adaptive.upstream.models import served
 
@@ -163,6 +163,13 @@ def _place(client: httpx.Client) -> str:
     return without_login(str(client.base_url))
 
 
+def _why(error: Exception) -> str:
+    """What is said of an error: of a response its status, because httpx's text has the address with its login."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"{error.response.status_code} {error.response.reason_phrase}".rstrip()
+    return first_line(error)
+
+
 def _client(url: str, key: str | None) -> httpx.Client:
     headers = {"X-Adaptive-Record": "off"}  # in case the address is that of our own proxy
     if key is not None:
@@ -176,7 +183,7 @@ def _models(client: httpx.Client, until: float) -> Any:
         answer.raise_for_status()
         return answer.json()
     except (httpx.HTTPError, ValueError) as error:
-        raise AdaptiveError(f"the server at {_place(client)} does not answer: {first_line(error)}") from error
+        raise AdaptiveError(f"the server at {_place(client)} does not answer: {_why(error)}") from error
 
 
 def _ready(ask: Callable[[], httpx.Response], until: float) -> tuple[httpx.Response, float]:
@@ -211,7 +218,7 @@ def _answered(client: httpx.Client, body: dict[str, Any], until: float) -> Answe
         tokens, choice = int(said["usage"]["completion_tokens"]), said["choices"][0]
         text, finish_reason = str(choice["text"]), choice.get("finish_reason")
     except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise AdaptiveError(f"the server at {_place(client)} does not answer a prompt: {first_line(error)}") from error
+        raise AdaptiveError(f"the server at {_place(client)} does not answer a prompt: {_why(error)}") from error
     timings = said.get("timings")
     timings = timings if isinstance(timings, dict) else {}
     took = timings.get("predicted_ms")

@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 
 from adaptive.errors import AdaptiveError
+from adaptive.printable import without_login
 from adaptive.tls import trusted
-from adaptive.upstream.connections import without_login
 from adaptive.upstream.kinds import ADAPTIVE, LLAMA_SERVER, LM_STUDIO, SGLANG, UNKNOWN, VLLM, Kind
 from adaptive.upstream.starts import COMMENT, program_ends
 from checkpoints import files

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adaptive.errors import AdaptiveError
 from adaptive.pair import load_tokenizer, sources
+from adaptive.printable import refused_address, without_login
 from adaptive.records.deletion import finish
 from adaptive.records.retention import Keep
 from adaptive.records.writer import LogWriter
@@ -24,7 +25,6 @@ from adaptive.service.server import GRACE_S, address, listen, only_server, serve
 from adaptive.service.trainer import Trainer, background
 from adaptive.settings import Settings
 from adaptive.state import PairState
-from adaptive.upstream.connections import without_login
 from adaptive.upstream.kinds import KINDS, Kind
 from adaptive.upstream.logbook import Logbook
 from adaptive.upstream.parsing import Parsing
@@ -50,7 +50,9 @@ def checked_url(url: str) -> str:
     except (ValueError, httpx.InvalidURL):
         known = False
     if not known:
-        raise AdaptiveError(f"--upstream is {url!r}; it must be an address such as http://127.0.0.1:8000")
+        raise AdaptiveError(
+            f"--upstream is {refused_address(url)}; it must be an address such as http://127.0.0.1:8000"
+        )
     return found
 
 
