@@ -45,6 +45,11 @@ class PairState:
         return self.root / "answering.json"
 
     @property
+    def in_use(self) -> Path:
+        """Its time is that at which somebody was last answered (``adaptive.service.presence``)."""
+        return self.root / "in-use"
+
+    @property
     def features(self) -> Path:
         """The feature spool: hidden states of the target at logged positions."""
         return self.root / "features"

@@ -8,6 +8,7 @@ adapter, so that disturbances of the machine affect all of them alike.
     python benchmarks/lived_session.py --regime busy-start --requests 600 --out lived
     python benchmarks/lived_session.py --regime quiet --useless     # a draft of random weights
     python benchmarks/lived_session.py --target checkpoints/bundled/target --kinds math --keep STATE
+    python benchmarks/lived_session.py --no-learning --adapters STATE   # swaps the adapter that is in use there
 
 Prints a line for every hundred requests, and the figures that the controller is judged by: the share of the
 gain of the best fixed length in hindsight that it collects from the first promotion on, the lowest speed over
@@ -38,6 +39,8 @@ from typing import Any
 import psutil
 from paired_server import PREFIX
 from served import PROMPTS, Served, end_when_terminated, prompts, served
+
+from checkpoints.store import AdapterStore
 
 PROGRAM = Path(__file__).with_name("paired_server.py")
 REGIMES = ("quiet", "busy-start", "comes-and-goes", "throttled")
@@ -181,9 +184,12 @@ def session(options: argparse.Namespace, home: Path, say: Callable[[str], None])
         arguments = [part for name, value in models.items() for part in (f"--{name}", value)]
         arguments += ["--draft-length", options.draft_length]
         distill = "off" if options.no_learning else "idle"
+        swaps = _Swaps(options.adapters, home, options.swap_every) if options.adapters else None
         server = stack.enter_context(served(home, arguments, [str(PROGRAM)], distill=distill))
         for number, (kind, text) in enumerate(texts):
             disturbance.share = number / len(texts)
+            if swaps is not None:
+                swaps.before(number, server)
             lengths: list[int | None] = [None, 0, *(options.lengths if number % options.every == 0 else [])]
             randomly.shuffle(lengths)  # the first one after a pause finds a machine with sleeping cores
             fixed = {}
@@ -211,6 +217,25 @@ def session(options: argparse.Namespace, home: Path, say: Callable[[str], None])
             with contextlib.suppress(FileNotFoundError):  # the part not yet checkpointed into the main file
                 shutil.copy(server.state / "records.db-wal", options.out.with_suffix(".db-wal"))
     return asked
+
+
+class _Swaps:
+    """Puts an adapter that was made before into use and takes it out again, in turn, instead of learning."""
+
+    def __init__(self, made: Path, home: Path, every: int) -> None:
+        """``made``: the state folder with the adapter in use; ``every``: requests between two swaps."""
+        self._every = every
+        (folder,) = (adapters for adapters in made.glob("*/adapters") if AdapterStore(adapters).current_id())
+        shutil.copytree(folder, home / folder.parent.name / "adapters")
+        store = AdapterStore(home / folder.parent.name / "adapters")
+        self._adapter = str(store.current_id())
+        store.rollback("by the benchmark")
+
+    def before(self, number: int, server: Served) -> None:
+        """Swap where it is time to, before the request of this number."""
+        if number and number % self._every == 0:
+            name = "rollback" if server.get("/props")["adapter"] else f"{self._adapter}/promote"
+            server.post(f"/adaptive/adapters/{name}")
 
 
 def cycled(kind: str, count: int, folder: Path = PROMPTS) -> list[str]:
@@ -361,6 +386,8 @@ def main() -> None:
         default=LONG_PAUSE_S,
         help="seconds, from and to, of the pauses in which training finds time",
     )
+    parser.add_argument("--adapters", type=Path, help="state folder with an adapter in use, to be swapped in and out")
+    parser.add_argument("--swap-every", type=int, default=60, help="requests between two swaps")
     parser.add_argument("--draft-length", default="auto", help="of the session; 0 tests the comparison")
     for name in ("target", "draft", "dtype"):
         parser.add_argument(f"--{name}")

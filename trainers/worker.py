@@ -132,25 +132,36 @@ def memory_is_short() -> bool:
 
 
 def step_behind(niceness: int) -> None:
-    """Run at the lowest priority and with one thread, so that everything else on the machine goes first."""
+    """Run at the lowest priority, so that everything else on the machine goes first."""
     with contextlib.suppress(OSError, AttributeError):  # Windows has no nice
         os.nice(niceness)
     with contextlib.suppress(OSError):  # where memory runs out, Linux ends this process before the server
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-
-    torch.set_num_threads(1)
 
 
 def train(order: Order, brake: Brake, report: IO[str]) -> Report:
     """Carry out one order. Intermediate reports are written to ``report``; the last one is returned."""
-    from adaptive.records.log import around_reads
-    from trainers.dataset import TooLittleError
     from trainers.lock import AnotherTrainerError, only_trainer
 
-    adopt(order.models)
     settings = Settings(**order.settings)
+    step_behind(settings.distill_nice)  # first: the imports below take seconds
+    try:
+        with only_trainer(PairState(Path(order.state))):
+            return _train(order, settings, brake, report)
+    except AnotherTrainerError as error:
+        return Report("taken", str(error))
+
+
+def _train(order: Order, settings: Settings, brake: Brake, report: IO[str]) -> Report:
+    """``train`` while no other process trains this pair."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    from adaptive.records.log import around_reads
+    from trainers.dataset import TooLittleError
+
+    adopt(order.models)
     state = PairState(Path(order.state))
 
     def tell(said: Report) -> None:
@@ -159,15 +170,12 @@ def train(order: Order, brake: Brake, report: IO[str]) -> Report:
 
     tell(Report("loading", "loading the draft and the records"))
     try:
-        with only_trainer(state), around_reads(brake.steady):
-            step_behind(settings.distill_nice)
+        with around_reads(brake.steady):
             if brake.should_stop():
                 return _ended(brake, None)
             if order.review:
                 return _review(settings, state, brake, order.doubted)
             outcome = _round(settings, state, brake, tell)
-    except AnotherTrainerError as error:
-        return Report("taken", str(error))
     except TooLittleError as error:
         return Report("refused", str(error))
     except AdaptiveError as error:

@@ -33,6 +33,7 @@ from adaptive.records.stats import count_rounds
 from adaptive.remote import untrained
 from adaptive.service.doubts import Doubts
 from adaptive.service.gains import Gains, why_not
+from adaptive.service.presence import Presence
 from adaptive.service.watch import Watch
 from adaptive.settings import Settings, training_window
 from adaptive.state import PairState
@@ -92,6 +93,8 @@ class Trainer:
         self._report: Report | None = None
         self._paused = self._stopping = False
         self._busy = True  # until the models are loaded
+        self._answers = False  # somebody is answered here
+        self._presence = Presence(state.in_use)
         self._quiet_since = time.monotonic()
         self._last_run: str | None = None
         self._doubts = Doubts(self.store, state.doubts, self._warn)
@@ -119,16 +122,18 @@ class Trainer:
 
     def busy(self) -> None:
         """A request has arrived: pause the worker, at once if the system supports it (SIGSTOP)."""
+        self._presence.tell()
         with self._lock:
-            self._busy = True
+            self._busy = self._answers = True
             if self._process is not None and not self._paused and self.settings.distill != "always":
                 self._paused = True
                 self._say(BUSY)
 
     def idle(self) -> None:
         """No request is left; the worker continues after ``distill_idle_seconds``."""
+        self._presence.tell()
         with self._lock:
-            self._busy = False
+            self._busy = self._answers = False
             self._quiet_since = time.monotonic()
 
     def answered(self, adapter: str | None, rounds: tuple[Round, ...]) -> None:
@@ -201,6 +206,8 @@ class Trainer:
     def _look(self, log: Log) -> None:
         """Check everything once. The worker comes first, since it may stand still until it is told to continue."""
         runs = self._process is not None
+        if self._answers:
+            self._presence.tell()
         self._tried(self._attend)
         self._tried(self._doubts.refresh)
         self._tried(lambda: self._remember(log))
@@ -239,7 +246,8 @@ class Trainer:
             return "waiting", f"{new} new answers of the {self.settings.distill_after} that a training run needs"
         if not self._in_window():
             return "waiting", f"{new} new answers; training runs {self.settings.distill} only"
-        if self.settings.distill != "always" and (self._busy or quiet < self.settings.distill_idle_seconds):
+        in_use = self._busy or quiet < self.settings.distill_idle_seconds or self._others_answer()
+        if self.settings.distill != "always" and in_use:
             return "waiting", f"{new} new answers; the assistant is in use"
         available = free_bytes(self.settings.draft_device or self.settings.device)
         if available < self._need:
@@ -248,6 +256,10 @@ class Trainer:
                 f"{available / 1e6:.0f} MB of memory are available and a training run needs {self._need / 1e6:.0f}",
             )
         return None
+
+    def _others_answer(self) -> bool:
+        """Whether another process on this folder answers somebody, or did a moment ago."""
+        return self._presence.others(max(self.settings.distill_idle_seconds, 2 * LOOK_S))
 
     def _in_window(self) -> bool:
         window = training_window(self.settings.distill)
@@ -285,15 +297,20 @@ class Trainer:
                 self._report = Report.of(line)
 
     def _attend(self) -> None:
-        """Continue a paused worker if the assistant is idle, stop it outside its window, and handle its end."""
+        """Continue a paused worker if nobody is answered, pause it while another process answers, stop it outside its
+        window, and handle its end."""
         process = self._process
         if process is None:
             return
+        others = self._others_answer()
         with self._lock:
             quiet = time.monotonic() - self._quiet_since
-            if self._paused and not self._busy and quiet >= self.settings.distill_idle_seconds:
+            if self._paused and not self._busy and not others and quiet >= self.settings.distill_idle_seconds:
                 self._paused = False
                 self._say(IDLE)
+            elif not self._paused and others and self.settings.distill != "always":
+                self._paused = True
+                self._say(BUSY)
             elif not self._paused:
                 self._wake()  # it may react late to ``busy`` and stop after the request is over
             if not self._stopping and not self._in_window():
