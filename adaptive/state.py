@@ -35,6 +35,11 @@ class PairState:
         return self.root / "training.safetensors"
 
     @property
+    def replays(self) -> Path:
+        """What that run has replayed so far (``trainers.replayed``)."""
+        return self.root / "training.replays.json"
+
+    @property
     def rehearsal(self) -> Path:
         """Text that the plain draft wrote for training (``trainers.rehearsal``)."""
         return self.root / "rehearsal.safetensors"

@@ -133,7 +133,7 @@ class Full(Rounds):
         parts = split(read_log(self.state.records, self.recipe.buffer))
         validation = examples(parts.validation, context)
 
-        def evaluate() -> float:
+        def evaluate(step: int) -> float:
             return acceptance_rate(replay(self.draft, validation))
 
         self.draft.requires_grad_(True)

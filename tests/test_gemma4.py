@@ -59,7 +59,7 @@ def test_an_adapter_of_a_draft_is_merged_and_taken_out_and_leaves_the_text_of_th
     example = Example(
         0, "", np.array(prompt, np.int32), np.array(answer, np.int32), GREEDY, limited=True, supervision=None
     )
-    fit(student, [example], lambda: 1.0, Recipe(rank=4, loss="cross-entropy", epochs=3, learning_rate=0.01))
+    fit(student, [example], lambda step: 1.0, Recipe(rank=4, loss="cross-entropy", epochs=3, learning_rate=0.01))
     write(student, snapshot(student), tmp_path)
     names = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
     assert any("per_layer" in name for name in names)

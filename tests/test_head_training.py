@@ -124,7 +124,7 @@ def test_before_its_first_step_a_head_says_what_follows_from_token_and_state(
     assert by_step.min() > before + 0.1, "it drafts at every step what it did not know"
     assert not head.fresh
     started = head.own()["fuse.weight"].clone()
-    result = fit(head, said, lambda: 1.0, Recipe(epochs=0.01, evaluations=1, learning_rate=1e-9))
+    result = fit(head, said, lambda step: 1.0, Recipe(epochs=0.01, evaluations=1, learning_rate=1e-9))
     assert result.steps == 1
     torch.testing.assert_close(head.own()["fuse.weight"], started, msg="what has started does not start again")
 

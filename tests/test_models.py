@@ -311,7 +311,7 @@ def test_a_model_that_cannot_be_trained_in_bfloat16_is_trained_in_float32(monkey
     model = attach(tiny_model("dbrx", n_layers=1), Recipe(rank=4))
     text = np.array(prompt_of(20), np.int32)
     example = Example(0, "", text, text, GREEDY, limited=True, supervision=None)
-    fit(model, [example], lambda: 1.0, Recipe(rank=4, loss="cross-entropy", epochs=1))
+    fit(model, [example], lambda step: 1.0, Recipe(rank=4, loss="cross-entropy", epochs=1))
     learned = [weight for name, weight in model.named_parameters() if "lora_B" in name]
     assert learned
     assert all(weight.isfinite().all() and weight.any() for weight in learned)

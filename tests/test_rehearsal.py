@@ -226,7 +226,7 @@ def test_own_text_does_not_count_in_the_loss_that_is_shown() -> None:
     shown: list[float] = []
     for own in ([], texts(8)):
         model = lora.attach(small_draft(), SHORT)
-        fit(model, said, lambda: 1.0, replace(SHORT, epochs=0.5), lambda at: shown.append(at.loss), own=own)
+        fit(model, said, lambda step: 1.0, replace(SHORT, epochs=0.5), lambda at: shown.append(at.loss), own=own)
     assert shown[0] == pytest.approx(shown[1], abs=1e-6)
 
 

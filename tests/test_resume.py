@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -66,8 +67,38 @@ def test_a_run_that_is_stopped_before_anything_was_judged_goes_on_where_it_stood
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_run_that_is_killed_keeps_what_it_learned_until_the_last_minutes(
-    tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_run_of_many_short_sessions_ends_as_one_that_is_never_stopped(
+    tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch, passes: int
+) -> None:
+    """No session is long enough for the replays before training, for an evaluation, or for the gate."""
+    monkeypatch.setattr("trainers.replayed.AT_ONCE", 2)
+    recipe = replace(SHORT, epochs=1.0, evaluations=2)
+    whole = distill(log, AdapterStore(tmp_path / "whole"), BASE, small_draft(), recipe, promotion="never")
+    assert whole.manifest is not None
+    store, state = AdapterStore(tmp_path / "adapters"), tmp_path / "state"
+    sessions, last = 0, None
+    while last is None or last.stopped:
+        sessions += 1
+        asked = itertools.count(-5)  # so often while the log is read
+        last = distill(
+            log, store, BASE, small_draft(), recipe, None, lambda n=asked: next(n) >= passes, promotion="never",
+            state=state,
+        )  # fmt: skip
+        assert sessions < 200
+    assert sessions > 3
+    assert last.manifest is not None
+    assert last.manifest.recent == whole.manifest.recent
+    one, other = (load_file(s.path(m.id) / "adapter_model.safetensors") for s, m in (
+        (AdapterStore(tmp_path / "whole"), whole.manifest), (store, last.manifest)
+    ))  # fmt: skip
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not list(tmp_path.glob("state*"))
+
+
+@pytest.mark.parametrize(("writing_s", "steps"), [(0.0, 5), (50.0, 1)])
+def test_a_killed_run_keeps_its_first_step_and_later_ones_as_writing_allows(
+    tmp_path: Path, log: Path, writing_s: float, steps: int
 ) -> None:
     class KilledError(Exception):
         pass
@@ -76,15 +107,15 @@ def test_a_run_that_is_killed_keeps_what_it_learned_until_the_last_minutes(
         if at.step == 6:
             raise KilledError
 
-    seconds = iter(range(0, 10**9, 200))  # each look at the clock finds it 200 seconds later
+    seconds = itertools.count(0.0, writing_s)  # each look at the clock finds it so much later
     state = tmp_path / "state"
     with pytest.raises(KilledError):
         distill(
             log, AdapterStore(tmp_path / "adapters"), BASE, small_draft(), replace(SHORT, evaluations=1), told,
-            state=state, clock=lambda: float(next(seconds)),
+            state=state, clock=lambda: next(seconds),
         )  # fmt: skip
     with safe_open(state, "pt") as file:
-        assert json.loads(file.metadata()["round"])["standing"]["step"] >= 4
+        assert json.loads(file.metadata()["round"])["standing"]["step"] >= steps
 
 
 @pytest.mark.parametrize("damage", ["names", "shapes", "standing", "key"])

@@ -79,4 +79,4 @@ def test_memory_does_not_grow_with_what_was_said() -> None:
 
 def test_without_a_record_nothing_is_trained() -> None:
     with pytest.raises(TooLittleError, match="no record to train on"):
-        fit(small_draft(), [], lambda: 1.0, SHORT)
+        fit(small_draft(), [], lambda step: 1.0, SHORT)

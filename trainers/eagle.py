@@ -336,9 +336,11 @@ def grow(
     with _unfinished(scratch) as first:
         save(first, tensors, said, start.layer, name, architectures)
         student = EagleStudent(Eagle3Head(shared, first, torch.float32), recipe, first)
-        result = fit(
-            student, train, lambda: acceptance_rate(student.replay(validation)), recipe, on_progress, should_stop
-        )
+
+        def evaluate(step: int) -> float:
+            return acceptance_rate(student.replay(validation))
+
+        result = fit(student, train, evaluate, recipe, on_progress, should_stop)
         if result.best is None:
             raise Stopped
         student.restore(result.best)

@@ -41,9 +41,10 @@ LONG, MOST_TIMES = 100, 3.0
 # Share of a run in which the learning rate rises, and the largest gradient norm: common values, not tuned.
 WARM_UP = 0.05
 CLIP = 1.0
-# Seconds of training after which a run is saved between evaluations. Too low: writing takes time. Too high: a killed
-# run on a slow machine loses much, and one that is killed each time gets nowhere.
-SAVED_EVERY_S = 300.0
+# A run is saved after its first step, and then when this many times the seconds that writing took have passed. Too
+# low: writing takes time. Too high: a killed run on a slow machine loses much, and one that is killed each time gets
+# nowhere.
+SAVED_AFTER = 20.0
 
 # What is counted in a run, once training has begun.
 STEPS = "steps"
@@ -80,7 +81,7 @@ class Fit:
 def fit(
     model: PeftModel | PreTrainedModel | Head | Student,
     train: Sequence[Example],
-    evaluate: Callable[[], float],
+    evaluate: Callable[[int], float],
     recipe: Recipe,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
@@ -90,11 +91,11 @@ def fit(
 ) -> Fit:
     """Train the parameters of ``model`` that require a gradient: its adapter, or all of a plain draft or of a head.
 
-    ``evaluate`` returns held-out acceptance, by which the best weights are kept, and may raise Stopped. With a
-    ``state``, the run is saved at each evaluation, every SAVED_EVERY_S seconds and when it is stopped. If the state
-    holds an interrupted run, training continues from there. ``own`` is text of the draft itself
-    (``trainers.rehearsal``), of which ``recipe.rehearsed`` join each batch. ``clock`` measures the seconds of
-    training. Raises TooLittleError if ``train`` is empty.
+    ``evaluate`` returns held-out acceptance after a step, by which the best weights are kept, and may raise Stopped.
+    With a ``state``, the run is saved at each evaluation, between them (SAVED_AFTER) and when it is stopped, and an
+    interrupted run that the state holds is continued. ``own`` is text of the draft itself (``trainers.rehearsal``), of
+    which ``recipe.rehearsed`` join each batch. ``clock`` measures the seconds of training. Raises TooLittleError if
+    ``train`` is empty.
     """
     if not train:
         raise TooLittleError("there is no record to train on")
@@ -107,29 +108,41 @@ def fit(
     now = begun or Standing(next_evaluation=1 / recipe.evaluations)
     budget, stopped = _Budget(recipe, _steps(train, recipe), now, clock), False
     known = now.best_step if begun else None  # of a run that is continued, the state that the last one left
-    first, saved = now.step, clock()
+    first, saved, took = now.step, clock(), 0.0
+
+    def judged() -> bool:
+        """Evaluate the present weights if it is time to; returns whether it was."""
+        if budget.share < min(1.0, now.next_evaluation) or now.evaluated == now.step:
+            return False
+        now.acceptance, now.evaluated = evaluate(now.step), now.step
+        now.next_evaluation = budget.share + 1 / recipe.evaluations - 1e-9
+        now.fruitless = 0 if now.acceptance > now.best_acceptance else now.fruitless + 1
+        if now.acceptance > now.best_acceptance:
+            now.best, now.best_acceptance, now.best_step = student.snapshot(), now.acceptance, now.step
+        return True
+
+    def over() -> bool:
+        return budget.share >= 1 or now.fruitless >= recipe.patience
+
     try:
         processes.in_all(partial(student.begin, train, stop, resumed=begun is not None), Stopped)
         batches = zip(_batches(train, recipe.batch, recipe.seed), _rehearsed(own, recipe), strict=True)
-        for batch, rehearsed in islice(batches, now.step, None):
+        if judged() and state is not None:  # a run that was stopped in an evaluation
+            state.save(now, weights, optimizer)
+        for batch, rehearsed in islice(batches, now.step, now.step if over() else None):
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["factor"] * _schedule(budget.share)
             value = _step(student, optimizer, weights, (batch, rehearsed), recipe, stop)
             now.loss = value if now.loss is None else 0.9 * now.loss + 0.1 * value
             budget.tick()
-            evaluated = budget.share >= min(1.0, now.next_evaluation)
-            if evaluated:
-                now.acceptance = evaluate()
-                now.next_evaluation = budget.share + 1 / recipe.evaluations - 1e-9
-                now.fruitless = 0 if now.acceptance > now.best_acceptance else now.fruitless + 1
-                if now.acceptance > now.best_acceptance:
-                    now.best, now.best_acceptance, now.best_step = student.snapshot(), now.acceptance, now.step
-            if state is not None and (evaluated or clock() - saved >= SAVED_EVERY_S):
-                state.save(now, weights, optimizer)
+            evaluated = judged()
+            if state is not None and (evaluated or clock() - saved >= SAVED_AFTER * took):
                 saved = clock()
+                state.save(now, weights, optimizer)
+                took = clock() - saved
             if on_progress is not None:
                 on_progress(Progress(now.step, budget.steps, now.loss, now.acceptance, budget.seconds_left))
-            if budget.share >= 1 or now.fruitless >= recipe.patience:
+            if over():
                 break
     except Stopped:
         stopped = True

@@ -27,7 +27,8 @@ from trainers.tensors import replace_tensors
 @dataclass
 class Standing:
     """The progress of training. ``best`` is the state with the highest held-out acceptance so far; ``acceptance`` is
-    from the last evaluation; ``loss`` is a running mean in nats per token; ``seconds`` of training."""
+    from the last evaluation, after step ``evaluated``; ``loss`` is a running mean in nats per token; ``seconds`` are
+    those of training."""
 
     best_acceptance: float = -1.0
     acceptance: float = math.nan
@@ -37,6 +38,7 @@ class Standing:
     fruitless: int = 0
     loss: float | None = None
     next_evaluation: float = 0.0
+    evaluated: int = 0
     best: dict[str, torch.Tensor] | None = field(default=None, repr=False)
 
 
@@ -45,7 +47,7 @@ class TrainingState:
     reason why the file could not be written, such as a full disk: the run then continues, but could not be resumed."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.replays = path, path.with_suffix(".replays.json")  # the latter: see ``trainers.replayed``
         self.key, self._last_id = "", 0
         self.problem: str | None = None
 
@@ -92,14 +94,21 @@ class TrainingState:
         optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
         return standing
 
+    def mark(self) -> None:
+        """Note that this run has begun, so that the next one continues it even if no step was finished."""
+        self._write({}, Standing())
+
     def save(self, standing: Standing, weights: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         """Replace the file atomically; with several processes, only the first one writes."""
-        if not processes.first():
-            return
         tensors = {f"weight/{i}": w.detach().cpu().contiguous() for i, w in enumerate(weights)}
         for number, moments in optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer/{number}/{name}": value.detach().cpu() for name, value in moments.items()}
         tensors |= {f"best/{name}": value for name, value in (standing.best or {}).items()}
+        self._write(tensors, standing)
+
+    def _write(self, tensors: dict[str, torch.Tensor], standing: Standing) -> None:
+        if not processes.first():
+            return
         numbers = {name: value for name, value in vars(standing).items() if name != "best"}
         meta = {"key": self.key, "last_id": self._last_id, "standing": numbers}
         try:
@@ -108,9 +117,10 @@ class TrainingState:
             self.problem = first_line(error)
 
     def forget(self) -> None:
-        """Remove the file, since the run is finished or cannot go on."""
+        """Remove the files, since the run is finished or cannot go on."""
         if processes.first():
-            self.path.unlink(missing_ok=True)
+            for file in (self.path, self.replays):
+                file.unlink(missing_ok=True)
 
     def _meta(self) -> dict[str, Any] | None:
         try:

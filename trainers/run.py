@@ -30,6 +30,7 @@ from trainers.fit import Fit, Progress, fit
 from trainers.gate import Verdict, held_out, judge
 from trainers.recipe import Recipe
 from trainers.replay import Replay
+from trainers.replayed import IN_USE, KeptReplays
 from trainers.resume import TrainingState
 from trainers.sets import Sets, gather
 from trainers.students import DraftStudents, Student, Students, students_of
@@ -137,9 +138,12 @@ def distill(
     recipes = [recipe, *(r for r in rivals if in_use is not None or r.start == recipe.start)]
     try:
         sets, resumed = gather(log, extra, in_use, recipe, base, students.longest_output, kept, spool, should_stop)
+        if kept is not None and not resumed:
+            kept.mark()
+        replays = KeptReplays(kept if processes.count() == 1 else None)
         own = processes.in_all(partial(_own, students, rehearsal, recipe, on_progress, should_stop), Stopped)
         attempts, stopped = _attempts(
-            students, store, in_use, sets, own, recipes, on_progress, should_stop, kept, clock
+            students, store, in_use, sets, own, recipes, on_progress, should_stop, kept, replays, clock
         )
     except Stopped:
         attempts, stopped = [], True
@@ -147,7 +151,7 @@ def distill(
     best = max(attempts, key=lambda a: a.fit.acceptance, default=Attempt(recipe, Fit(None, 0.0, 0, 0, 0.0, stopped)))
     result = replace(best.fit, seconds=sum(a.fit.seconds for a in attempts), stopped=stopped)
     if result.best is not None and processes.first():
-        figures, result = _figures(students, store, in_use, sets, best.recipe, result, should_stop)
+        figures, result = _figures(students, store, in_use, sets, best.recipe, result, should_stop, replays)
         manifest = _publish(students, store, base, result, figures, sets, best.recipe, in_use)
         if figures is not None:
             verdict = judge(*figures, streak=_streak(store, manifest))
@@ -223,16 +227,22 @@ def _attempts(
     on_progress: Callable[[Progress], None] | None,
     should_stop: Callable[[], bool] | None,
     kept: TrainingState | None,
+    replays: KeptReplays,
     clock: Callable[[], float],
 ) -> tuple[list[Attempt], bool]:
     """Train by each recipe, one after the other. Also returns whether this was stopped early. Raises Stopped before the
     first one."""
     attempts: list[Attempt] = []
     with students.in_use(_folder(store, in_use), recipes[0]) as student:
-        in_use_acceptance = _shared_acceptance(student, sets.validation, should_stop)
+        before = partial(replays.replay, f"{IN_USE}, validation", student)
+        in_use_acceptance = _shared_acceptance(before, sets.validation, should_stop)
     for tried in recipes:
         with students.trainable(_parent(students, store, in_use, tried), tried) as student:
-            evaluate = partial(_shared_acceptance, student, sets.validation, should_stop)
+
+            def evaluate(step: int, student: Student = student) -> float:
+                replay = partial(replays.replay, f"step {step}, validation", student)
+                return _shared_acceptance(replay, sets.validation, should_stop)
+
             found = fit(student, sets.train, evaluate, tried, on_progress, should_stop, kept, own, clock)
         worse = found.acceptance < in_use_acceptance - VALIDATION_SLACK
         attempts.append(Attempt(tried, replace(found, best=None) if worse else found))
@@ -250,12 +260,16 @@ def _parent(students: Students, store: AdapterStore, in_use: Manifest | None, re
     return _folder(store, in_use) if recipe.start == "parent" or students.kind == "head" else None
 
 
-def _shared_acceptance(student: Student, sets: Sequence[Example], should_stop: Callable[[], bool] | None) -> float:
+def _shared_acceptance(
+    replay: Callable[[Sequence[Example], Callable[[], bool] | None], list[Replay]],
+    sets: Sequence[Example],
+    should_stop: Callable[[], bool] | None,
+) -> float:
     """Acceptance on ``sets``, of which every process replays a part. Raises Stopped in all if it is raised in one."""
     replays: list[Replay] = []
     stopped = False
     try:
-        replays = student.replay(processes.share(sets), should_stop)
+        replays = replay(processes.share(sets), should_stop)
     except Stopped:
         stopped = True
     accepted = sum(r.rate * r.positions for r in replays)
@@ -274,6 +288,7 @@ def _figures(
     recipe: Recipe,
     result: Fit,
     should_stop: Callable[[], bool] | None,
+    replays: KeptReplays,
 ) -> tuple[tuple[HeldOut, HeldOut | None] | None, Fit]:
     """Figures of the gate's recent and older set, or None and a result with ``stopped`` set."""
     assert result.best is not None
@@ -281,10 +296,10 @@ def _figures(
         return None, result
     try:
         with students.in_use(_folder(store, in_use), recipe) as student:
-            before = student.replay(sets.gate, should_stop)
+            before = replays.replay(f"{IN_USE}, gate", student, sets.gate, should_stop)
         with students.trainable(_parent(students, store, in_use, recipe), recipe) as student:
             student.restore(result.best)
-            after = student.replay(sets.gate, should_stop)
+            after = replays.replay(f"step {result.best_step}, gate", student, sets.gate, should_stop)
     except Stopped:
         return None, replace(result, stopped=True)
     recent, length = len(sets.recent), recipe.draft_length

@@ -114,7 +114,7 @@ def erase_beside(state: PairState, everything: bool) -> list[str]:
     elif state.features.is_dir():
         with contextlib.closing(connect(state.records)) as connection:
             spool.sweep(connection)
-    others = [file for file in (state.training, state.typed) if everything and file.exists()]
+    others = [file for file in (state.training, state.replays, state.typed) if everything and file.exists()]
     doomed = set_aside_logs(state.records)
     for file in doomed:
         remove_set_aside(state.records, file)

@@ -44,7 +44,7 @@ def on_disk(state: PairState) -> Storage:
         ("answers", state.root.glob("records.db*")),
         ("adapters", [state.adapters]),
         ("hidden features of answers, for heads", [state.features]),
-        ("an interrupted training run", [state.training]),
+        ("an interrupted training run", [state.training, state.replays]),
         ("what was typed in the chat", [state.typed]),
     )
     sizes = [Size(name, sum(map(_bytes, places))) for name, places in parts]

@@ -54,7 +54,7 @@ class Training:
         """Train for ``seconds``, or until ``stop`` is set."""
         recipe = Recipe(max_seconds=seconds, epochs=1e6, batch=min(8, len(self.given)), evaluations=2, patience=1000)
 
-        def evaluate() -> float:
+        def evaluate(step: int) -> float:
             return acceptance_rate(replay(self.model, self.given))
 
         self.fit = fit(self.model, self.given, evaluate, recipe, should_stop=self.stop.is_set)
