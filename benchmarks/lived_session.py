@@ -235,7 +235,7 @@ class _Swaps:
         """Swap where it is time to, before the request of this number."""
         if number and number % self._every == 0:
             name = "rollback" if server.get("/props")["adapter"] else f"{self._adapter}/promote"
-            server.post(f"/adaptive/adapters/{name}")
+            server.post(f"/adaptive/adapters/{name}", {})  # a body, as a form of another page cannot send
 
 
 def cycled(kind: str, count: int, folder: Path = PROMPTS) -> list[str]:
