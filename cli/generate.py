@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -15,6 +13,7 @@ import typer
 
 from adaptive.errors import AdaptiveError
 from adaptive.printable import counted
+from cli.ending import uninterrupted
 from cli.options import shared_options
 
 if TYPE_CHECKING:
@@ -102,31 +101,16 @@ def generate(
                 else:
                     steps = session.assistant.chat(one.messages, sampling, limits, **given)
                 _decode(steps, as_json)
-                with _uninterrupted():  # or an answer would be written and not counted
+                with uninterrupted():  # or an answer would be written and not counted
                     _finish(one, session.assistant, as_json, console)
                     done += 1
-        except KeyboardInterrupt:
+        except (AdaptiveError, KeyboardInterrupt, SystemExit) as error:  # one that fails, ctrl-C, a signal to end
             if prompts is not None:
                 said = f"interrupted: {done} of {counted(len(asked), 'prompt')} are answered"
                 console.print(f"{said}; --skip {done} answers the others", style="yellow", highlight=False)
+                if isinstance(error, AdaptiveError):
+                    raise AdaptiveError(f"{asked[done].where}: {error}") from error
             raise
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """A ctrl-C within the block raises KeyboardInterrupt at its end."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    asked: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if asked:
-        raise KeyboardInterrupt
 
 
 def _decode(steps: Iterator[Step], as_json: bool) -> None:

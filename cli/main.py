@@ -39,6 +39,7 @@ from cli import (
     service,
 )
 from cli.allocation import keep_buffers, look_for_cycles_less
+from cli.ending import ended_in_order
 from cli.groups import print_help_if_alone
 from cli.logs import show_log
 from cli.waiting import wait
@@ -96,9 +97,11 @@ app.add_typer(config.app, name="config")
 
 
 def run() -> None:
-    """Run the command line; a user's error prints one line on standard error and exits with 2."""
+    """Run the command line; a user's error prints one line on standard error and exits with 2. A signal that ends the
+    program ends it in order (``cli/ending.py``)."""
     try:
-        _run()
+        with ended_in_order():
+            _run()
     except (SystemExit, BrokenPipeError) as ending:
         if not _reader_has_ended(ending):
             raise
