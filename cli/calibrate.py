@@ -133,7 +133,7 @@ def calibrate(
                 source = "those answers of the log on which no adapter is trained"
             if not sample:
                 log, source = Path(folder) / "records.db", "answers given now"
-                with console.status(f"answering {len(asked[:answers])} prompts"):
+                with console.status(f"answering {counted(len(asked[:answers]), 'prompt')}"):
                     answer_plainly(session.assistant, sampling, asked[:answers], log)
                 sample = read_sample(session.pair, log)
             if not sample:

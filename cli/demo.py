@@ -17,6 +17,7 @@ from adaptive.errors import AdaptiveError
 from cli.demo_figures import Tally, figures_table
 from cli.demo_ways import Way
 from cli.options import as_typed, shared_options
+from cli.output import print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,8 +66,6 @@ def demo(
 
     Example: adaptive demo --target ./my-14b --draft ./my-0.5b --quantize nf4
     """
-    import json
-
     from rich.console import Console
 
     console = Console(highlight=False, stderr=as_json)
@@ -83,7 +82,7 @@ def demo(
         command = shlex.join(["adaptive", "history", "--state-dir", str(keep)])
         console.print(f"What it made is kept: {command}", style="dim", markup=False, soft_wrap=True)
     if as_json:
-        print(json.dumps({**tour.as_object(), "seconds": seconds}, ensure_ascii=False))
+        print_json({**tour.as_object(), "seconds": seconds})
 
 
 class Tour:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -19,6 +18,7 @@ import typer
 from adaptive.errors import AdaptiveError
 from adaptive.printable import counted
 from cli.options import HELD, PAIR, as_typed, changed, shared_options
+from cli.output import print_json
 from cli.waiting import wait
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def distill(
         outcome = run(settings, recipe, promotion, console, extra, compare)
         processes.leave()
         if as_json and speaks:
-            typer.echo(json.dumps(as_object(outcome), indent=2, ensure_ascii=False))
+            print_json(as_object(outcome), indent=2)
         elif not as_json:
             show(outcome, settings, console)
         if outcome.stopped:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from adaptive.errors import AdaptiveError
 from adaptive.printable import counted
 from cli.ending import uninterrupted
 from cli.options import shared_options
+from cli.output import print_json, shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -127,7 +127,7 @@ def _finish(prompt: PromptLine, assistant: Assistant, as_json: bool, console: Co
     """Write an answer's figures or its JSON object; it is in the log before."""
     keep(assistant)
     if as_json:
-        print(json.dumps(as_object(prompt, assistant), ensure_ascii=False), flush=True)
+        print_json(as_object(prompt, assistant))
     else:
         console.print(f"[dim]{figures(assistant)}[/]", highlight=False)
         if cut := how_cut(assistant):
@@ -164,11 +164,8 @@ def _standard_input() -> str:
 
 def show(steps: Iterable[Step]) -> None:
     """Write the answer while it is decoded; on a terminal, without control sequences."""
-    from adaptive.printable import printable
-
-    terminal = sys.stdout.isatty()
     for step in steps:
-        sys.stdout.write(printable(step.text) if terminal else step.text)
+        sys.stdout.write(shown(step.text))
         sys.stdout.flush()
     sys.stdout.write("\n")
 

@@ -124,6 +124,13 @@ def _reader_has_ended(ending: BaseException) -> bool:
     return False
 
 
+def _open_what_is_closed() -> None:
+    """Have standard output and error go nowhere if they are closed, as by ``>&-``."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # open until the program ends
+
+
 def _replace_what_cannot_be_encoded() -> None:
     """Have standard output write a question mark for a character that its encoding lacks, instead of failing in the
     middle of an answer. (Standard error never fails.)"""
@@ -132,11 +139,13 @@ def _replace_what_cannot_be_encoded() -> None:
 
 
 def _run() -> None:
+    _open_what_is_closed()
     wait()
     _replace_what_cannot_be_encoded()
     keep_buffers()
     look_for_cycles_less()
-    debug = "--debug" in sys.argv or bool(os.environ.get("ADAPTIVE_DEBUG"))
+    said = os.environ.get("ADAPTIVE_DEBUG", "").lower()
+    debug = "--debug" in sys.argv or said not in ("", "0", "false", "no", "off")
     if debug:
         show_log()
     # bitsandbytes warns about a missing kernel for 4-bit weights that is not needed here.

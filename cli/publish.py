@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from adaptive.errors import AdaptiveError
+from adaptive.printable import printable_line
 from cli.options import PAIR, shared_options
 
 if TYPE_CHECKING:
@@ -283,7 +284,7 @@ def _say_tried(console: Console, before: Measured, tried: Tried, expected: float
     if tried.worse is None:
         console.print(f"it is in use: {compared(before, tried, expected)}", soft_wrap=True)
     else:
-        console.print(f"[yellow]rolled back:[/] {escape(tried.worse)}", soft_wrap=True)
+        console.print(f"[yellow]rolled back:[/] {escape(printable_line(tried.worse))}", soft_wrap=True)
 
 
 def _named(published: Published, kind: Kind, draft: Path) -> dict[str, Any]:
@@ -351,13 +352,19 @@ def _typed(options: dict[str, str]) -> str:
 def _key(settings: Settings, named: Path | None) -> str | None:
     """The server's key: in the file ``named`` on the command line, else that of the settings. Raises AdaptiveError."""
     file = named or settings.api_key_file
+    if file is None and settings.api_key is None:
+        return None
+    place, said = f"API key file {file}", ""
     if file is None:
-        return None if settings.api_key is None else settings.api_key.get_secret_value()
-    try:
-        key = file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise AdaptiveError(f"API key file {file} cannot be read: {reason}") from error
+        assert settings.api_key is not None
+        place, said = "the setting api_key", settings.api_key.get_secret_value()
+    else:
+        try:
+            said = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise AdaptiveError(f"{place} cannot be read: {reason}") from error
+    key = said.strip()
     if not (key and key.isascii() and key.isprintable()):
-        raise AdaptiveError(f"API key file {file} holds no key: one line of ASCII characters is expected")
+        raise AdaptiveError(f"{place} holds no key: one line of ASCII characters is expected")
     return key
