@@ -6,8 +6,10 @@ the target's own ``generation_config.json``.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -202,7 +204,9 @@ class _Files(TomlConfigSettingsSource):
     runs."""
 
     def _read_file(self, file_path: Any) -> dict[str, Any]:
-        found, folder = super()._read_file(file_path), file_path.resolve().parent
+        toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+        found = toml.loads(file_path.read_text(encoding="utf-8-sig"))
+        folder = file_path.resolve().parent
         for name in (*PLACES, *MODELS) if folder != Path.cwd() else ():
             if isinstance(found.get(name), str):
                 there = folder / expanded(found[name])

@@ -48,7 +48,8 @@ def config_files(explicit: Path | None) -> tuple[Path, ...]:
     folder, as far as they exist. A later file overrides an earlier one. Raises AdaptiveError."""
     if explicit is not None:
         if not explicit.is_file():
-            raise AdaptiveError(f"settings file {explicit} does not exist")
+            what = "is not a file" if explicit.exists() else "does not exist"
+            raise AdaptiveError(f"settings file {explicit} {what}")
         return (explicit,)
     candidates = {path.resolve(): path for path in (user_folder() / "adaptive.toml", Path("adaptive.toml"))}
     return tuple(path for path in candidates.values() if path.is_file())

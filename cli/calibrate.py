@@ -84,7 +84,7 @@ def calibrate(
     """
     from rich.console import Console
 
-    from cli.prompts import bare_prompt, read_prompts
+    from cli.prompts import bare_prompt, read_prompts, require_answerable
 
     asked = read_prompts(prompts) if prompts is not None else [bare_prompt(text) for text in PROMPTS]
     from cli.opened import open_pair
@@ -120,6 +120,9 @@ def calibrate(
                 "bench"
             )
 
+        if prompts is not None:
+            with console.status("checking the prompts"):
+                require_answerable(asked[:answers], session.pair, raw=not session.pair.tokenizer.chat_template)
         other = None if elsewhere is None else load_other(elsewhere, session, console)
         if other is not None and other.draft is None:
             raise AdaptiveError("the other pair has no draft that can be used; name another one with --other-draft")

@@ -12,6 +12,7 @@ import typer
 
 from adaptive.errors import AdaptiveError
 from adaptive.printable import counted
+from cli.bars import counting_bar
 from cli.ending import uninterrupted
 from cli.options import shared_options
 from cli.output import print_json, shown
@@ -68,6 +69,8 @@ def generate(
 
     if (prompt is None) == (prompts is None):
         raise AdaptiveError("give one prompt, or a file of them with --prompts")
+    if domain is not None and not settings.record:
+        raise AdaptiveError("--domain labels what is logged, and recording is off; leave one of them out")
     if skip and prompts is None:
         raise AdaptiveError("--skip leaves out prompts of a file; give one with --prompts")
     if prompts is not None:
@@ -78,6 +81,8 @@ def generate(
             raise AdaptiveError(f'{chat.where} has messages, and --raw continues a "prompt" text; leave --raw out')
     else:
         asked = [bare_prompt(_standard_input() if prompt == "-" else prompt or "")]
+        if prompt == "-" and not asked[0].messages[0].content.strip():
+            raise AdaptiveError("nothing is asked: standard input is empty")
 
     from cli.opened import open_pair
 
@@ -94,16 +99,21 @@ def generate(
         limits = StopParams(settings.answer_tokens, tuple(stop or ()))
         given: dict[str, Any] = {"domain": domain, "grammar": keeps_to}
         done = skip
+        # Answers that are written to the terminal show the progress themselves.
+        bar = counting_bar(console, "answering", hidden=prompts is None or not as_json or sys.stdout.isatty())
+        task = bar.add_task("", total=len(asked), completed=done)
         try:
-            for one in asked[skip:]:
-                if raw:
-                    steps = session.assistant.complete(one.messages[-1].content, sampling, limits, **given)
-                else:
-                    steps = session.assistant.chat(one.messages, sampling, limits, **given)
-                _decode(steps, as_json)
-                with uninterrupted():  # or an answer would be written and not counted
-                    _finish(one, session.assistant, as_json, console)
-                    done += 1
+            with bar:
+                for one in asked[skip:]:
+                    if raw:
+                        steps = session.assistant.complete(one.messages[-1].content, sampling, limits, **given)
+                    else:
+                        steps = session.assistant.chat(one.messages, sampling, limits, **given)
+                    _decode(steps, as_json)
+                    with uninterrupted():  # or an answer would be written and not counted
+                        _finish(one, session.assistant, as_json, console)
+                        done += 1
+                    bar.update(task, completed=done)
         except (AdaptiveError, KeyboardInterrupt, SystemExit) as error:  # one that fails, ctrl-C, a signal to end
             if prompts is not None:
                 said = f"interrupted: {done} of {counted(len(asked), 'prompt')} are answered"

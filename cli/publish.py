@@ -11,7 +11,7 @@ import typer
 
 from adaptive.errors import AdaptiveError
 from adaptive.printable import printable_line
-from cli.options import PAIR, shared_options
+from cli.options import PAIR, shared_options, typed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 SERVER = "Server"
 
+# Options of a measurement.
+MEASURING = ("prompts", "max_tokens", "model", "wait", "api_key_file")
 # Newest records searched for those held out of training, by which the draft length is chosen.
 RECORDS = 1000
 # Most tokens of an answer that are replayed.
@@ -54,6 +56,7 @@ class Plan:
 @shared_options(*PAIR, "trust_remote_code", "draft_length")
 def publish(
     settings: Settings,
+    context: typer.Context,
     upstream: Annotated[
         Optional[str],
         typer.Option(help="Address of the server, to be measured.", metavar="URL", rich_help_panel=SERVER),
@@ -129,11 +132,15 @@ def publish(
     check_encoding(encoding)
     if restart is not None and upstream is None:
         raise AdaptiveError("--restart needs --upstream, the address at which the server is measured")
+    if upstream is None and (unused := typed(context, *MEASURING)):
+        raise AdaptiveError(f"{unused}: no server is measured without --upstream, its address; leave that out")
     key = _key(settings, api_key_file)
     url = None if upstream is None else server.checked_url(upstream)
     kind = server.checked_kind(engine) or (None if url is None else find_kind(url, key, wait))
     if kind is None:
         raise AdaptiveError("say which server it is for, with --upstream or --engine")
+    if not publishing.takes_gguf(kind) and typed(context, "encoding"):
+        raise AdaptiveError(f"--encoding is for GGUF files, and {kind.name} takes none; leave it out")
     publishing.check(kind, is_head=head is not None, by_hand=start is None and restart is None)
     state = find_state(settings)
     file = None if start is None else publishing.StartFile.read(start)

@@ -108,15 +108,15 @@ def test_distill_asks_only_what_has_no_answer_yet(
 ) -> None:
     command = ("distill", *models, "--prompts", str(file), "--max-new-tokens", "24", "--temperature", "0.7")
     command += ("--epochs", "0.1", "--no-promote", "--rank", "2")
-    status, _ = interrupt(list(command), tmp_path / "out", lambda: answers(own_home).total() >= 5, number)
+    status, said = interrupt(list(command), tmp_path / "out", lambda: answers(own_home).total() >= 5, number)
     before = answers(own_home).total()
     assert 5 <= before < PROMPTS
     if number == signal.SIGINT:
         assert status == 130
-        assert f"interrupted: {before} of {PROMPTS} prompts" in " ".join((tmp_path / "out").read_text().split())
-    code, out, err = adaptive(*command)
+        assert f"interrupted: {before} of {PROMPTS} prompts" in said
+    code, _, err = adaptive(*command)
     assert code == 0, err
-    assert f"going on: {before} of {PROMPTS} prompts were answered before" in " ".join(out.split())
+    assert f"going on: {before} of {PROMPTS} prompts were answered before" in " ".join(err.split())
     once = Counter({f"Question {max(1, n)}": 1 for n in range(PROMPTS)}) + Counter({"Question 1": 1})
     assert answers(own_home) == once
     assert not list(own_home.rglob("answering.json"))
@@ -138,7 +138,7 @@ def test_a_training_run_that_was_interrupted_does_not_have_its_prompts_answered_
 
     status, _ = interrupt([*command, "--epochs", "500"], tmp_path / "out", trained)
     assert status == 130
-    code, out, err = adaptive(*command, "--epochs", "0.1")
+    code, _, err = adaptive(*command, "--epochs", "0.1")
     assert code == 0, err
-    assert f"going on: {PROMPTS} of {PROMPTS} prompts were answered before" in " ".join(out.split())
+    assert f"going on: {PROMPTS} of {PROMPTS} prompts were answered before" in " ".join(err.split())
     assert answers(own_home).total() == PROMPTS

@@ -140,6 +140,7 @@ def test_a_service_that_ends_at_once_is_not_said_to_run(
         (["--distill", "sometimes"], "distill is 'sometimes'"),
         (["--port", "99999"], "setting port"),
         (["--config", "nowhere.toml"], "does not exist"),
+        (["--config", "."], "is not a file"),
         (["--api-key", "secret"], "--api-key-file FILE"),
         (["--api-key=secret"], "--api-key-file FILE"),
     ],
