@@ -8,6 +8,7 @@ import io
 import mmap
 import os
 import queue
+import re
 import resource
 import shutil
 import signal
