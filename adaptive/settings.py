@@ -6,8 +6,10 @@ the target's own ``generation_config.json``.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -48,7 +50,7 @@ MOST_NODES = 256
 
 def _bytes(value: object) -> object:
     """Bytes of a size, see ``_size``. Raises AdaptiveError."""
-    if not isinstance(value, str) or value.isdigit():
+    if not isinstance(value, str) or _number(value) is not None:
         return value
     found = _size(value)
     if found is None:
@@ -56,9 +58,14 @@ def _bytes(value: object) -> object:
     return found
 
 
+def _number(said: str) -> int | None:
+    """A whole number in decimal digits; None for anything else, and for one that no setting can have."""
+    return int(said) if re.fullmatch("[0-9]{1,18}", said) else None
+
+
 def _size(said: str) -> int | None:
     """Bytes of a size such as ``4GB``, ``1.5GiB``, ``800 MB`` or ``2G``; None for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT])(i?)B?", said.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]+)?) ?([kMGT])(i?)B?", said.strip(), re.IGNORECASE)
     if found is None:
         return None
     return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper()))
@@ -76,7 +83,9 @@ def expanded(path: str | Path) -> Path:
 class Settings(BaseSettings):
     """All settings of one run. See ``docs/settings.md`` for what each means."""
 
-    model_config = SettingsConfigDict(env_prefix="ADAPTIVE_", extra="forbid", env_ignore_empty=True)
+    model_config = SettingsConfigDict(
+        env_prefix="ADAPTIVE_", extra="forbid", env_ignore_empty=True, hide_input_in_errors=True
+    )
 
     target: str | None = None
     draft: str | None = None
@@ -145,8 +154,8 @@ class Settings(BaseSettings):
         fixed_draft_length(self.draft_length)
         if self.memory is not None:
             memory_bytes(self.memory)
-        if self.slots != "auto" and not (self.slots.isdigit() and 1 <= int(self.slots) <= MOST_SLOTS):
-            raise AdaptiveError(f"slots is {self.slots!r}; it must be auto or a number from 1 to {MOST_SLOTS}")
+        if self.slots != "auto" and not 1 <= (_number(self.slots) or 0) <= MOST_SLOTS:
+            raise AdaptiveError(f"slots is {self.slots[:80]!r}; it must be auto or a number from 1 to {MOST_SLOTS}")
         training_window(self.distill)
         if self.name is not None and not re.fullmatch(r"[\w.:/@+-]{1,128}", self.name):
             raise AdaptiveError(f"name is {self.name[:80]!r}; it must be 1 to 128 letters, digits and ._:/@+-")
@@ -195,7 +204,9 @@ class _Files(TomlConfigSettingsSource):
     runs."""
 
     def _read_file(self, file_path: Any) -> dict[str, Any]:
-        found, folder = super()._read_file(file_path), file_path.resolve().parent
+        toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+        found = toml.loads(file_path.read_text(encoding="utf-8-sig"))
+        folder = file_path.resolve().parent
         for name in (*PLACES, *MODELS) if folder != Path.cwd() else ():
             if isinstance(found.get(name), str):
                 there = folder / expanded(found[name])
@@ -219,11 +230,11 @@ def fixed_draft_length(said: str) -> tuple[int, bool] | None:
     AdaptiveError for anything else."""
     if said == "auto":
         return None
-    number, tree = said.removeprefix("tree:"), said.startswith("tree:")
-    if not number.isdecimal() or not tree <= int(number) <= (MOST_NODES if tree else 64):
+    number, tree = _number(said.removeprefix("tree:")), said.startswith("tree:")
+    if number is None or not tree <= number <= (MOST_NODES if tree else 64):
         known = f"auto, a number from 0 to 64, or tree:N with N from 1 to {MOST_NODES}"
         raise AdaptiveError(f"draft_length is {said[:80]!r}; it must be {known}")
-    return int(number), tree
+    return number, tree
 
 
 def memory_bytes(said: str) -> int:
@@ -318,4 +329,7 @@ def _checked(kind: type[Settings], values: dict[str, Any], files: Sequence[Path]
         name = ".".join(str(part) for part in first["loc"])
         sources = "flag or " if not files else "flags, "
         where = " or ".join((f"{sources}ADAPTIVE_{name.upper()}", *map(str, files)))
-        raise AdaptiveError(f"setting {name}: {first['msg'].lower()}, got {first.get('input')!r} ({where})") from error
+        # A key is not shown, nor what may be one: the value of a misspelt name, all settings at once.
+        public = {*Settings.model_fields} - {name for names in KEYS for name in names}
+        got = f", got {repr(first.get('input'))[:80]}" if public.intersection(first["loc"]) else ""
+        raise AdaptiveError(f"setting {name}: {first['msg'].lower()}{got} ({where})") from error

@@ -48,7 +48,8 @@ def config_files(explicit: Path | None) -> tuple[Path, ...]:
     folder, as far as they exist. A later file overrides an earlier one. Raises AdaptiveError."""
     if explicit is not None:
         if not explicit.is_file():
-            raise AdaptiveError(f"settings file {explicit} does not exist")
+            what = "is not a file" if explicit.exists() else "does not exist"
+            raise AdaptiveError(f"settings file {explicit} {what}")
         return (explicit,)
     candidates = {path.resolve(): path for path in (user_folder() / "adaptive.toml", Path("adaptive.toml"))}
     return tuple(path for path in candidates.values() if path.is_file())
@@ -72,7 +73,7 @@ def require_consent(file: Path, found: dict[str, Any], ask: Callable[[str], bool
     """
     if not found:
         return
-    said = ", ".join(f"{name} = {str(value)[:SHOWN]!r}" for name, value in found.items())
+    said = ", ".join(f"{name} = {_shown(name, value)}" for name, value in found.items())
     about = f"{file.resolve()}, found in the current folder, sets {said}"
     if ask is None or not ask(
         f"{about}. That can choose other models, run code that comes with them, or decide where your data go. "
@@ -82,6 +83,11 @@ def require_consent(file: Path, found: dict[str, Any], ask: Callable[[str], bool
             f"{about}, which is taken only from your own settings; if you trust it, name it with --config {file}"
         )
     _remember(file)
+
+
+def _shown(name: str, value: Any) -> str:
+    """A value as a message shows it: not that of a key, even where the setting's name is misspelt."""
+    return "****" if "key" in name.lower() and not name.endswith("_file") else repr(str(value)[:SHOWN])
 
 
 def _consents() -> Path:

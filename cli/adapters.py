@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 import time
 from dataclasses import asdict
@@ -13,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from adaptive.errors import AdaptiveError, first_line
+from adaptive.printable import printable_line
 from cli.cells import print_table
 from cli.groups import group
 from cli.options import PAIR, shared_options
+from cli.output import print_json
 from cli.state import find_state, working
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def list_(settings: Settings, as_json: AsJson = False) -> None:
     if as_json:
         objects = [{**as_object(manifest, current), "damaged": False} for manifest in manifests]
         objects += [{"id": name, "current": name == current, "damaged": True} for name in damaged]
-        typer.echo(json.dumps(objects, indent=2, ensure_ascii=False))
+        print_json(objects, indent=2)
         return
     from rich.console import Console
 
@@ -77,7 +78,7 @@ def show(settings: Settings, name: Name = "current", as_json: AsJson = False) ->
         damage = str(error)
     if as_json:
         known = {**as_object(manifest, store.current_id()), "files_whole": damage is None, "damage": damage}
-        typer.echo(json.dumps(known, indent=2, ensure_ascii=False))
+        print_json(known, indent=2)
         return
     from rich.console import Console
     from rich.table import Table
@@ -104,7 +105,7 @@ def show(settings: Settings, name: Name = "current", as_json: AsJson = False) ->
         "folder": str(store.path(manifest.id)),
     }
     for key, value in rows.items():
-        table.add_row(f"[bold]{key}[/]", Text(value))
+        table.add_row(f"[bold]{key}[/]", Text(printable_line(value)))
     Console(highlight=False).print(table)
 
 

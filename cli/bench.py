@@ -51,7 +51,7 @@ def bench(
     from rich.console import Console
 
     from cli.peer import check_peer
-    from cli.prompts import read_prompts
+    from cli.prompts import read_prompts, require_answerable
 
     numbers = _lengths(lengths)
     if count < 1 or tokens < 2:
@@ -67,6 +67,9 @@ def bench(
     settings = settings.model_copy(update={"record": False, "draft_length": "auto"})
     elsewhere = other_settings(settings, other_target, other_draft)
     with open_pair(settings, console) as session:
+        if prompts is not None:
+            with console.status("checking the prompts"):
+                require_answerable(asked, session.pair)
         other = load_other(elsewhere, session, console) if elsewhere is not None else None
         rows = run(settings, session, asked, tokens, numbers, only_ours, peer, console, other)
         adapter = session.assistant.adapter

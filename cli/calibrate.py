@@ -84,7 +84,7 @@ def calibrate(
     """
     from rich.console import Console
 
-    from cli.prompts import bare_prompt, read_prompts
+    from cli.prompts import bare_prompt, read_prompts, require_answerable
 
     asked = read_prompts(prompts) if prompts is not None else [bare_prompt(text) for text in PROMPTS]
     from cli.opened import open_pair
@@ -120,6 +120,9 @@ def calibrate(
                 "bench"
             )
 
+        if prompts is not None:
+            with console.status("checking the prompts"):
+                require_answerable(asked[:answers], session.pair, raw=not session.pair.tokenizer.chat_template)
         other = None if elsewhere is None else load_other(elsewhere, session, console)
         if other is not None and other.draft is None:
             raise AdaptiveError("the other pair has no draft that can be used; name another one with --other-draft")
@@ -133,7 +136,7 @@ def calibrate(
                 source = "those answers of the log on which no adapter is trained"
             if not sample:
                 log, source = Path(folder) / "records.db", "answers given now"
-                with console.status(f"answering {len(asked[:answers])} prompts"):
+                with console.status(f"answering {counted(len(asked[:answers]), 'prompt')}"):
                     answer_plainly(session.assistant, sampling, asked[:answers], log)
                 sample = read_sample(session.pair, log)
             if not sample:

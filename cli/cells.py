@@ -31,8 +31,15 @@ def cells(row: Figures) -> tuple[str, ...]:
         or_dash(row.tokens_per_round, ".2f"),
         f"{speculation.draft_acceptance_rate:.1%}" if drafted else "–",
         f"{speculation.num_draft_tokens}",
-        "–" if row.first is None else time.strftime("%Y-%m-%d", time.localtime(row.first)),
+        moment(row.first, "%Y-%m-%d"),
     )
+
+
+def moment(seconds: object, form: str = "%Y-%m-%d %H:%M") -> str:
+    """A time of the log in the format ``form``; a dash if there is none, or a damaged one."""
+    from adaptive.records.log import plausible
+
+    return time.strftime(form, time.localtime(seconds)) if plausible(seconds) else "–"  # type: ignore[arg-type]
 
 
 def position_cells(found: History) -> list[tuple[str, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -176,15 +175,15 @@ def _stats(chat: Chat, said: str) -> None:
 
 def _sessions(chat: Chat, said: str) -> None:
     from adaptive.records.log import Log
+    from cli.cells import moment
     from cli.chat_display import titled
 
     if not _logged(chat):
         return
     with Log(chat.opened.state.records) as log:
         for session in log.sessions():
-            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(session.last))
             answers = counted(session.generations, "answer")
-            line = titled(session.id, f"{when} · {answers} · {' '.join(session.opening.split())}")
+            line = titled(session.id, f"{moment(session.last)} · {answers} · {' '.join(session.opening.split())}")
             chat.console.print(line, no_wrap=True, overflow="ellipsis")
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Optional
 import typer
 
 from cli.groups import group
+from cli.output import print_json
 
 app = group("See what the settings are and where each came from.\n\nExample: adaptive config show")
 
@@ -37,7 +38,7 @@ def show(
     sources = _sources(list(values), files, trusted=config is not None)
     if as_json:
         found = {name: {"value": value, "source": sources[name]} for name, value in values.items()}
-        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        print_json(found, indent=2)
         return
     from rich.console import Console
     from rich.markup import escape

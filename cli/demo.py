@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from adaptive.errors import AdaptiveError
+from cli.bars import counting_bar
 from cli.demo_figures import Tally, figures_table
 from cli.demo_ways import Way
 from cli.options import as_typed, shared_options
+from cli.output import print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
 
     from adaptive.decoding.loop import Decoding
     from adaptive.opened import OpenedPair
@@ -65,8 +66,6 @@ def demo(
 
     Example: adaptive demo --target ./my-14b --draft ./my-0.5b --quantize nf4
     """
-    import json
-
     from rich.console import Console
 
     console = Console(highlight=False, stderr=as_json)
@@ -83,18 +82,21 @@ def demo(
         command = shlex.join(["adaptive", "history", "--state-dir", str(keep)])
         console.print(f"What it made is kept: {command}", style="dim", markup=False, soft_wrap=True)
     if as_json:
-        print(json.dumps({**tour.as_object(), "seconds": seconds}, ensure_ascii=False))
+        print_json({**tour.as_object(), "seconds": seconds})
 
 
 class Tour:
     """The steps of the demo, in order."""
 
     def __init__(self, settings: Settings, console: Console) -> None:
+        from rich.console import Console
+
         from adaptive.pair import BUNDLED
         from cli.prompts import read_prompts
 
         self.settings = settings
         self.console = console
+        self.progress = Console(stderr=True, highlight=False)
         prompts = read_prompts(BUNDLED / "prompts" / f"{KIND}.jsonl")
         self.judged, self.learned = prompts[:JUDGED], prompts[JUDGED : JUDGED + LEARNED]
         # Only for the bundled target: with a large pair in memory, a head's training may not fit.
@@ -130,7 +132,7 @@ class Tour:
         """Run all steps."""
         from cli.opened import open_pair
 
-        with open_pair(self.settings, self.console) as session, contextlib.ExitStack() as more:
+        with open_pair(self.settings, self.progress) as session, contextlib.ExitStack() as more:
             if session.pair.draft is None:
                 raise AdaptiveError("the demo needs a draft that runs and is trained here; name a model with --draft")
             self.pair = session.pair.identity.id
@@ -207,7 +209,7 @@ class Tour:
         with Log(session.state.records) as log:
             self.logged_before = log.last_id()
         tally = Tally("", DRAFT_LENGTH)
-        with self._bar("answering") as progress:
+        with counting_bar(self.progress, "answering") as progress:
             for prompt in progress.track(self.learned):
                 tally.add(self._answer("draft", prompt, DRAFT_LENGTH, record=True))
         assert session.assistant.log is not None
@@ -216,12 +218,6 @@ class Tour:
             f"{len(self.learned)} answers, {tally.tokens} tokens, "
             f"{session.state.records.stat().st_size / 1e6:.1f} MB of log"
         )
-
-    def _bar(self, doing: str) -> Progress:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        return Progress(*columns, console=self.console, transient=True, disable=not self.console.is_interactive)
 
     def _distil(self, session: OpenedPair) -> str | None:
         """The id of the adapter that the gate promoted, or None."""
@@ -232,7 +228,7 @@ class Tour:
         from trainers.run import distill
 
         draft = load_draft_for_training(self.settings)
-        with progress_bar(self.console) as report:
+        with progress_bar(self.progress) as report:
             self.training = distill(
                 session.state.records,
                 session.store,
@@ -258,17 +254,17 @@ class Tour:
         )
         try:
             step = HeadStep(self.settings, session)
-            with self._bar("reading hidden states") as progress:
+            with counting_bar(self.progress, "reading hidden states") as progress:
                 task = progress.add_task("", total=len(self.learned))
                 step.learn_from(self.logged_before, lambda done: progress.update(task, completed=done))
-            self.growing = step.grow(Recipe(draft_length=DRAFT_LENGTH, max_seconds=HEAD_SECONDS), self.console)
+            self.growing = step.grow(Recipe(draft_length=DRAFT_LENGTH, max_seconds=HEAD_SECONDS), self.progress)
         except AdaptiveError as error:
             self.console.print(f"[yellow]No head is grown here:[/] {escape(str(error))}")
             return None
         self._verdict(self.growing)
         head = promoted(self.growing)
         if head is not None:
-            measuring = self.console.status("measuring what a round costs with it")
+            measuring = self.progress.status("measuring what a round costs with it")
             self.ways["head"] = Way.of(stay.enter_context(step.opened(measuring)), KIND)
         return head
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -10,15 +9,16 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
 from adaptive.errors import AdaptiveError
-from adaptive.printable import counted
-from cli.options import HELD, PAIR, as_typed, changed, shared_options
+from cli.distill_outcome import as_object, promoted, show
+from cli.options import shared_options, typed
+from cli.output import print_json
 from cli.waiting import wait
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from adaptive.engines.head.foreign import ForeignHead
     from adaptive.engines.head.module import Head
     from adaptive.settings import Settings
-    from checkpoints.manifest import HeldOut, Interval
     from cli.prompts import PromptLine
     from trainers.fit import Progress
     from trainers.recipe import Recipe
@@ -37,16 +36,17 @@ if TYPE_CHECKING:
 
 TRAINING = "Training"
 
+# Options that decide how prompts are answered, and what is kept of that.
+ANSWERING = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "history", "record")
+
 # Draft length of the table if none was given: the usual one of fixed-length engines.
 TABLE_DRAFT_LENGTH = 4
-
-# Tokens of an answer in the break-even estimate: typical of an assistant.
-ANSWER_TOKENS = 200
 
 
 @shared_options()
 def distill(
     settings: Settings,
+    context: typer.Context,
     prompts: Annotated[
         Optional[Path],
         typer.Option(help="The target answers these first: JSON lines with a prompt or messages each.", metavar="FILE"),
@@ -108,10 +108,14 @@ def distill(
     """
     if no_promote and force:
         raise AdaptiveError("--no-promote and --force contradict each other; give one of them")
+    if prompts is None:
+        if unused := typed(context, *ANSWERING):
+            raise AdaptiveError(f"{unused}: nothing is answered without --prompts; give a file, or leave that out")
+        require_trainable_length(settings, context)
     from rich.console import Console
 
     # Of processes that torchrun has started, only the first one speaks.
-    console = Console(stderr=as_json, highlight=False, quiet=os.environ.get("RANK", "0") != "0")
+    console = Console(stderr=True, highlight=False, quiet=os.environ.get("RANK", "0") != "0")
     if prompts is None:
         wait(spins=0)  # beside another busy process, a training step takes tenths of seconds; with spinning, seconds
     with console.status("starting"):
@@ -131,16 +135,16 @@ def distill(
     asked = None if prompts is None else _prompts(prompts)
     if asked is not None and records is None:
         recipe = replace(recipe, buffer=max(recipe.buffer, len(asked)))
-    extra = None if data is None else chats_of(settings, data)
+    extra = None if data is None else chats_of(settings, data, console)
     from cli.distill_prompts import answers_logged
 
     with nullcontext() if asked is None else answers_logged(settings, asked, console):
         outcome = run(settings, recipe, promotion, console, extra, compare)
         processes.leave()
         if as_json and speaks:
-            typer.echo(json.dumps(as_object(outcome), indent=2, ensure_ascii=False))
+            print_json(as_object(outcome), indent=2)
         elif not as_json:
-            show(outcome, settings, console)
+            show(outcome, settings, Console(highlight=False, quiet=not speaks))
         if outcome.stopped:
             raise typer.Exit(130)
 
@@ -206,7 +210,7 @@ def run(
                 rehearsal=rehearsal_of(load_tokenizer(settings), state.rehearsal, identity.base.weights),
             )
         notes = list(outcome.notes)
-        if processes.first() and _promoted(outcome):
+        if processes.first() and promoted(outcome):
             end_doubt(store, state.doubts, notes.append)
         return replace(outcome, notes=(*notes, *tidy(store, state, settings.keep_adapters)))
 
@@ -220,18 +224,30 @@ def _rivals(recipe: Recipe, draft: PreTrainedModel | Head | ForeignHead) -> tupl
     return tuple(r for r in found if r.loss != recipe.loss) if isinstance(draft, Head) else found
 
 
+def require_trainable_length(settings: Settings, context: typer.Context) -> None:
+    """Raise AdaptiveError for a draft length on the command line that plays no part in training: 0, or a tree."""
+    from adaptive.settings import fixed_draft_length
+
+    said = fixed_draft_length(settings.draft_length)
+    if said is not None and (said[1] or not said[0]) and typed(context, "draft_length"):
+        raise AdaptiveError(
+            f"--draft-length is {settings.draft_length}, by which nothing is trained; give a number from 1 to 64"
+        )
+
+
 def _prompts(file: Path) -> list[PromptLine]:
     from cli.prompts import read_prompts
 
     return read_prompts(file)
 
 
-def chats_of(settings: Settings, file: Path) -> Dataset:
+def chats_of(settings: Settings, file: Path, console: Console) -> Dataset:
     """The chats in ``file``, as rows to train on. Raises AdaptiveError."""
     from adaptive.pair import load_tokenizer, sources
     from trainers.chats import end_tokens, read_chats
 
-    return read_chats(file, load_tokenizer(settings), end_tokens(sources(settings)[0]))
+    with console.status("reading the chats"):
+        return read_chats(file, load_tokenizer(settings), end_tokens(sources(settings)[0]))
 
 
 def _recipe(
@@ -323,143 +339,3 @@ def _left(seconds: float) -> str:
     if not math.isfinite(seconds):
         return ""
     return f"{seconds / 60:.0f} min left" if seconds >= 90 else f"{seconds:.0f} s left"
-
-
-def show(outcome: DistillOutcome, settings: Settings, console: Console) -> None:
-    """Print figures before and after, the verdict in one sentence, and the next command."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    for note in outcome.notes:
-        console.print(f"[yellow]note:[/] {escape(note)}")
-    if len(outcome.attempts) > 1:
-        console.print(_attempts_table(outcome))
-    if outcome.verdict is not None:
-        table = Table(title="Held-out records, 95% intervals", title_justify="left")
-        for column in ("", "draft in use", "this adapter", "gain"):
-            table.add_column(column, justify="left" if not column else "right")
-        for name, figures in (("recent", outcome.verdict.recent), ("older", outcome.verdict.older)):
-            if figures is not None:
-                _add_rows(table, name, figures)
-        console.print(table)
-    console.print(outcome.message, style="green" if _promoted(outcome) else None, markup=False)
-    paid = break_even(outcome, settings)
-    if paid is not None:
-        console.print(paid)
-    console.print(
-        f"[dim]{counted(outcome.train_generations, 'answer')} trained on, {outcome.steps} steps "
-        f"(best: {outcome.best_step}), {outcome.train_seconds:.0f} s of training, {outcome.seconds:.0f} s in all.[/]"
-    )
-    console.print(f"Next: {_next_command(outcome, settings)}", soft_wrap=True, markup=False)
-
-
-def _attempts_table(outcome: DistillOutcome) -> Any:
-    """The recipes of ``--compare`` side by side, on the validation prompts that chose between them."""
-    from rich.table import Table
-
-    table = Table(title=f"Recipes on {outcome.validation_generations} validation answers", title_justify="left")
-    for column in ("recipe", "acceptance", "steps", "seconds"):
-        table.add_column(column, justify="left" if column == "recipe" else "right")
-    first = outcome.attempts[0].recipe
-    for attempt in outcome.attempts:
-        fit = attempt.fit
-        table.add_row(
-            attempt.recipe.difference(first) or "as asked",
-            f"{fit.acceptance:.3f}" if fit.best is not None else "nothing better",
-            str(fit.steps),
-            f"{fit.seconds:.0f}",
-        )
-    return table
-
-
-def break_even(outcome: DistillOutcome, settings: Settings) -> str | None:
-    """A sentence on when answers have saved the training time, at the last session's costs; None if these are unknown.
-
-    Both drafts use their best draft length there, or plain decoding if that is faster.
-    """
-    from adaptive.control.memory import last_costs
-    from adaptive.pair import pair_identity
-    from adaptive.promotions import expected_speed, seconds_a_token
-    from adaptive.state import PairState
-
-    costs = last_costs(PairState(settings.state_dir / pair_identity(settings).id).controller)
-    if costs is None or outcome.verdict is None:
-        return None
-    faster, over_plain = expected_speed(outcome.verdict.recent, costs)
-    after = seconds_a_token((), costs) / over_plain
-    before = after * faster
-    if after >= before:
-        return "At the costs of the last session, that makes answers no faster."
-    answers = outcome.train_seconds / (ANSWER_TOKENS * (before - after))
-    return (
-        f"At the costs of the last session: {faster:.2f} times as fast as now, by replay ({1 / before:.0f} tokens/s "
-        f"become {1 / after:.0f}, {over_plain:.2f} times plain decoding), and the "
-        f"{outcome.train_seconds:.0f} s of training are saved again after {answers:.0f} answers of "
-        f"{ANSWER_TOKENS} tokens."
-    )
-
-
-def _promoted(outcome: DistillOutcome) -> bool:
-    return outcome.manifest is not None and outcome.manifest.status == "promoted"
-
-
-def _add_rows(table: Any, name: str, figures: HeldOut) -> None:
-    """Acceptance and tokens a round of one held-out set."""
-    lengths = figures.mean_acceptance_length_before, figures.mean_acceptance_length_after
-    table.add_row(
-        f"{name}: acceptance (answers to {counted(figures.generations, 'prompt')})",
-        _interval(figures.acceptance_before, 3),
-        _interval(figures.acceptance_after, 3),
-        _interval(figures.gain, 3, signed=True),
-    )
-    table.add_row(
-        f"{name}: tokens a round at draft length {figures.draft_length}",
-        _interval(lengths[0], 2),
-        _interval(lengths[1], 2),
-        f"{lengths[1].mean / lengths[0].mean:.2f}x",
-    )
-
-
-def _interval(interval: Interval, digits: int, signed: bool = False) -> str:
-    sign = "+" if signed else ""
-    return f"{interval.mean:{sign}.{digits}f} ({interval.low:{sign}.{digits}f} to {interval.high:{sign}.{digits}f})"
-
-
-def _next_command(outcome: DistillOutcome, settings: Settings) -> str:
-    """The command that the user most likely needs next."""
-    pair = f" {typed}" if (typed := as_typed(settings, *PAIR, "home", *changed(settings, *HELD))) else ""
-    if _promoted(outcome):
-        return f"adaptive chat{pair}"
-    if outcome.manifest is not None and outcome.manifest.status == "candidate":
-        return f"adaptive adapters promote {outcome.manifest.id}{pair}, or adaptive distill{pair} again"
-    return f"adaptive chat{pair}, and adaptive distill{pair} again when more has been said"
-
-
-def as_object(outcome: DistillOutcome) -> dict[str, Any]:
-    """The JSON object that ``--json`` prints."""
-    verdict = outcome.verdict
-    return {
-        "adapter": outcome.manifest.id if outcome.manifest else None,
-        "status": outcome.manifest.status if outcome.manifest else None,
-        "message": outcome.message,
-        "stopped": outcome.stopped,
-        "verdict": None if verdict is None else {"promote": verdict.promote, "reason": verdict.reason},
-        "recent": None if verdict is None else asdict(verdict.recent),
-        "older": None if verdict is None or verdict.older is None else asdict(verdict.older),
-        "train_generations": outcome.train_generations,
-        "validation_generations": outcome.validation_generations,
-        "gate_generations": outcome.gate_generations,
-        "steps": outcome.steps,
-        "best_step": outcome.best_step,
-        "train_seconds": outcome.train_seconds,
-        "seconds": outcome.seconds,
-        "notes": list(outcome.notes),
-        "attempts": [
-            {
-                "recipe": a.recipe.to_json(),
-                "validation_acceptance": a.fit.acceptance if a.fit.acceptance >= 0 else None,  # stopped before any
-                "steps": a.fit.steps,
-            }
-            for a in outcome.attempts
-        ],
-    }

@@ -50,7 +50,7 @@ def answers_logged(settings: Settings, prompts: Sequence[PromptLine], console: C
         console.print(f"going on: {len(prompts) - len(left)} of {counted(len(prompts), 'prompt')} were answered before")
     try:
         _answer(settings, left, console)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # ctrl-C, or a signal to end
         answered = len(prompts) - len(_unanswered(state, prompts, after))
         console.print(
             f"interrupted: {answered} of {counted(len(prompts), 'prompt')} are answered; the same command again goes "

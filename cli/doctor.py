@@ -6,7 +6,6 @@ a small piece of the code that decoding runs.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -19,9 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from adaptive.errors import AdaptiveError, first_line
+from adaptive.printable import counted, printable
 from cli.doctor_pair import pair_findings
 from cli.finding import Finding, size
 from cli.options import PAIR, shared_options
+from cli.output import print_json
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +45,7 @@ def doctor(settings: Settings, as_json: Annotated[bool, typer.Option("--json", h
     broken = [finding for finding in findings if finding.status == "broken"]
     if as_json:
         report = {"ok": not broken, "findings": [asdict(finding) for finding in findings]}
-        typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
+        print_json(report, indent=2)
     else:
         _print(findings)
     if broken:
@@ -126,7 +127,8 @@ def _processor() -> Iterator[Finding]:
     from adaptive.machine import memory, processor_name
 
     cores, threads = psutil.cpu_count(logical=False), psutil.cpu_count()
-    yield Finding("machine", "processor", "ok", f"{processor_name()}, {cores or '?'} cores, {threads} threads")
+    known = "? cores" if cores is None else counted(cores, "core")
+    yield Finding("machine", "processor", "ok", f"{processor_name()}, {known}, {counted(threads or 0, 'thread')}")
     found = memory()
     tight = found.available < 2 * 2**30  # a small pair, its caches and a training run take about this (bytes)
     yield Finding(
@@ -268,12 +270,12 @@ def _print(findings: list[Finding]) -> None:
             table.add_column(overflow="fold")  # a truncated path would be useless
         for finding in findings:
             if finding.group == group:
-                table.add_row(marks[finding.status], finding.name, escape(finding.value))
+                table.add_row(marks[finding.status], finding.name, escape(printable(finding.value)))
         console.print(table)
     wanting = [finding for finding in findings if finding.status != "ok"]
     console.print("[bold]What is missing[/]" if wanting else "Nothing is missing.")
     for finding in wanting:
-        said = f" {marks[finding.status]} {finding.name}: {escape(finding.advice or finding.value)}"
+        said = f" {marks[finding.status]} {finding.name}: {escape(printable(finding.advice or finding.value))}"
         console.print(said, soft_wrap=True)  # so that a command in it can be copied
 
 

@@ -19,4 +19,4 @@ class Finding:
 
 def size(count: int) -> str:
     """Bytes as text."""
-    return f"{count / 2**30:.1f} GiB"
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import signal
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -15,7 +12,10 @@ import typer
 
 from adaptive.errors import AdaptiveError
 from adaptive.printable import counted
+from cli.bars import counting_bar
+from cli.ending import uninterrupted
 from cli.options import shared_options
+from cli.output import print_json, shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,6 +69,8 @@ def generate(
 
     if (prompt is None) == (prompts is None):
         raise AdaptiveError("give one prompt, or a file of them with --prompts")
+    if domain is not None and not settings.record:
+        raise AdaptiveError("--domain labels what is logged, and recording is off; leave one of them out")
     if skip and prompts is None:
         raise AdaptiveError("--skip leaves out prompts of a file; give one with --prompts")
     if prompts is not None:
@@ -79,6 +81,8 @@ def generate(
             raise AdaptiveError(f'{chat.where} has messages, and --raw continues a "prompt" text; leave --raw out')
     else:
         asked = [bare_prompt(_standard_input() if prompt == "-" else prompt or "")]
+        if prompt == "-" and not asked[0].messages[0].content.strip():
+            raise AdaptiveError("nothing is asked: standard input is empty")
 
     from cli.opened import open_pair
 
@@ -95,38 +99,28 @@ def generate(
         limits = StopParams(settings.answer_tokens, tuple(stop or ()))
         given: dict[str, Any] = {"domain": domain, "grammar": keeps_to}
         done = skip
+        # Answers that are written to the terminal show the progress themselves.
+        bar = counting_bar(console, "answering", hidden=prompts is None or not as_json or sys.stdout.isatty())
+        task = bar.add_task("", total=len(asked), completed=done)
         try:
-            for one in asked[skip:]:
-                if raw:
-                    steps = session.assistant.complete(one.messages[-1].content, sampling, limits, **given)
-                else:
-                    steps = session.assistant.chat(one.messages, sampling, limits, **given)
-                _decode(steps, as_json)
-                with _uninterrupted():  # or an answer would be written and not counted
-                    _finish(one, session.assistant, as_json, console)
-                    done += 1
-        except KeyboardInterrupt:
+            with bar:
+                for one in asked[skip:]:
+                    if raw:
+                        steps = session.assistant.complete(one.messages[-1].content, sampling, limits, **given)
+                    else:
+                        steps = session.assistant.chat(one.messages, sampling, limits, **given)
+                    _decode(steps, as_json)
+                    with uninterrupted():  # or an answer would be written and not counted
+                        _finish(one, session.assistant, as_json, console)
+                        done += 1
+                    bar.update(task, completed=done)
+        except (AdaptiveError, KeyboardInterrupt, SystemExit) as error:  # one that fails, ctrl-C, a signal to end
             if prompts is not None:
                 said = f"interrupted: {done} of {counted(len(asked), 'prompt')} are answered"
                 console.print(f"{said}; --skip {done} answers the others", style="yellow", highlight=False)
+                if isinstance(error, AdaptiveError):
+                    raise AdaptiveError(f"{asked[done].where}: {error}") from error
             raise
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """A ctrl-C within the block raises KeyboardInterrupt at its end."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    asked: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if asked:
-        raise KeyboardInterrupt
 
 
 def _decode(steps: Iterator[Step], as_json: bool) -> None:
@@ -143,7 +137,7 @@ def _finish(prompt: PromptLine, assistant: Assistant, as_json: bool, console: Co
     """Write an answer's figures or its JSON object; it is in the log before."""
     keep(assistant)
     if as_json:
-        print(json.dumps(as_object(prompt, assistant), ensure_ascii=False), flush=True)
+        print_json(as_object(prompt, assistant))
     else:
         console.print(f"[dim]{figures(assistant)}[/]", highlight=False)
         if cut := how_cut(assistant):
@@ -180,11 +174,8 @@ def _standard_input() -> str:
 
 def show(steps: Iterable[Step]) -> None:
     """Write the answer while it is decoded; on a terminal, without control sequences."""
-    from adaptive.printable import printable
-
-    terminal = sys.stdout.isatty()
     for step in steps:
-        sys.stdout.write(printable(step.text) if terminal else step.text)
+        sys.stdout.write(shown(step.text))
         sys.stdout.flush()
     sys.stdout.write("\n")
 

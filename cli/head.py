@@ -36,6 +36,7 @@ NO_PART = (
 @shared_options(without=NO_PART)
 def head(
     settings: Settings,
+    context: typer.Context,
     folder: Annotated[Path, typer.Argument(help="Where the head goes.")],
     data: Annotated[
         Optional[Path], typer.Option(help="Learn from chat messages too: JSON lines of messages.", metavar="FILE")
@@ -61,14 +62,16 @@ def head(
     wait(spins=0)
     from rich.console import Console
 
-    console = Console(stderr=as_json, highlight=False)
+    console = Console(stderr=True, highlight=False)
     with console.status("starting"):
         from adaptive.engines.cpu.torch_threads import set_threads
         from adaptive.engines.head.speculators import check_other_weights
         from checkpoints.folder import check_destination, check_writable
+        from cli.distill import require_trainable_length
         from trainers.dataset import Stopped
         from trainers.recipe import Recipe
 
+    require_trainable_length(settings, context)
     set_threads(settings.threads)
     check_destination(folder, force)
     check_writable(folder)
@@ -90,7 +93,7 @@ def head(
     if as_json:
         typer.echo(json.dumps(_as_object(folder, grown), indent=2))
     else:
-        _show(settings, folder, grown, target, recipe, console)
+        _show(settings, folder, grown, target, recipe, Console(highlight=False))
     if grown.fit.stopped:
         raise typer.Exit(130)
 
@@ -126,7 +129,7 @@ def _grow(
     state = open_state(settings.state_dir, identity.id)
     tell_of_earlier_log(settings, state)
     limit = output_limit(read_config(target, settings))
-    extra = None if data is None else chats_of(settings, data)
+    extra = None if data is None else chats_of(settings, data, console)
     sets, _ = gather(state.records, extra, None, recipe, identity.base, limit, None)
 
     def load() -> PreTrainedModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from adaptive.errors import AdaptiveError
 from cli.cells import COLUMNS, POSITION_COLUMNS, cells, or_dash, position_cells, print_table
 from cli.options import PAIR, shared_options
+from cli.output import print_json, shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -217,18 +217,17 @@ def _about_positions(found: History) -> str:
 
 
 def _print_json(found: History, pair: str, by: Grouping, spent: dict[str, Any]) -> None:
-    import json
-
     from adaptive.records.history import as_object
 
     value = {"pair": pair, "by": by.value, **as_object(found), **spent}
     if by is Grouping.position:
         value["rows"] = value["positions"]
-    print(json.dumps(value, ensure_ascii=False))
+    print_json(value)
 
 
 def _print_csv(found: History, by: Grouping) -> None:
     import csv
+    import io
 
     from adaptive.records.history import as_object
 
@@ -258,6 +257,8 @@ def _print_csv(found: History, by: Grouping) -> None:
             figures = row["speculative_decoding"]
             rows.append({by.value: row["key"], **{n: row[n] for n in names}, **{n: figures[n] for n in of_speculation}})
         names = [by.value, *names, *of_speculation]
-    writer = csv.DictWriter(sys.stdout, names, lineterminator="\n")
+    table = io.StringIO()
+    writer = csv.DictWriter(table, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
+    print(shown(table.getvalue()), end="")

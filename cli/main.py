@@ -39,6 +39,7 @@ from cli import (
     service,
 )
 from cli.allocation import keep_buffers, look_for_cycles_less
+from cli.ending import ended_in_order
 from cli.groups import print_help_if_alone
 from cli.logs import show_log
 from cli.waiting import wait
@@ -96,9 +97,11 @@ app.add_typer(config.app, name="config")
 
 
 def run() -> None:
-    """Run the command line; a user's error prints one line on standard error and exits with 2."""
+    """Run the command line; a user's error prints one line on standard error and exits with 2. A signal that ends the
+    program ends it in order (``cli/ending.py``)."""
     try:
-        _run()
+        with ended_in_order():
+            _run()
     except (SystemExit, BrokenPipeError) as ending:
         if not _reader_has_ended(ending):
             raise
@@ -121,6 +124,13 @@ def _reader_has_ended(ending: BaseException) -> bool:
     return False
 
 
+def _open_what_is_closed() -> None:
+    """Have standard output and error go nowhere if they are closed, as by ``>&-``."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # open until the program ends
+
+
 def _replace_what_cannot_be_encoded() -> None:
     """Have standard output write a question mark for a character that its encoding lacks, instead of failing in the
     middle of an answer. (Standard error never fails.)"""
@@ -129,11 +139,13 @@ def _replace_what_cannot_be_encoded() -> None:
 
 
 def _run() -> None:
+    _open_what_is_closed()
     wait()
     _replace_what_cannot_be_encoded()
     keep_buffers()
     look_for_cycles_less()
-    debug = "--debug" in sys.argv or bool(os.environ.get("ADAPTIVE_DEBUG"))
+    said = os.environ.get("ADAPTIVE_DEBUG", "").lower()
+    debug = "--debug" in sys.argv or said not in ("", "0", "false", "no", "off")
     if debug:
         show_log()
     # bitsandbytes warns about a missing kernel for 4-bit weights that is not needed here.

@@ -28,6 +28,8 @@ Restart=on-failure
 RestartSec=5
 # A mistake that a restart does not mend, such as a model that is not there.
 RestartPreventExitStatus=2
+# Ended while it was about to load the models.
+SuccessExitStatus=143
 # If the kernel ends the training process for memory, the server goes on.
 OOMPolicy=continue
 # The server ends the training process itself, when that has kept what it has.

@@ -145,6 +145,16 @@ def changed(settings: Settings, *names: str) -> list[str]:
     return [name for name in names if getattr(settings, name) != fields[name].default]
 
 
+def typed(context: typer.Context, *names: str) -> str:
+    """Those of these options that are on the command line, as one types them, with commas."""
+    found = []
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if option.name in names and source is not None and source.name == "COMMANDLINE":
+            found.append("/".join((*option.opts, *option.secondary_opts)))
+    return ", ".join(found)
+
+
 def shared_options(
     *names: str, without: tuple[str, ...] = (), asks: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
@@ -10,6 +9,7 @@ import typer
 from adaptive.errors import AdaptiveError
 from cli.groups import group
 from cli.options import shared_options
+from cli.output import print_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +41,7 @@ def list_packed(
         for folder in _folders(settings)
     ]
     if as_json:
-        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        print_json(found, indent=2)
         return
     if not found:
         print("there are no packed weights: a target is packed when it first runs with --memory")

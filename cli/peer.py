@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from adaptive.errors import AdaptiveError
+from adaptive.upstream.connections import without_login
 
 # Seconds that the server may take for one answer, and for saying that it is there.
 PATIENCE, HEALTH_PATIENCE = 600.0, 10.0
@@ -37,6 +38,7 @@ def complete(url: str, asked: dict[str, Any]) -> tuple[list[int], int]:
 
 def _answered(url: str, path: str, asked: dict[str, Any] | None, patience: float, read: Callable[[bytes], T]) -> T:
     try:
+        url = without_login(url)  # which urllib would take for a part of the server's name
         body = None if asked is None else json.dumps(asked).encode()
         request = urllib.request.Request(url.rstrip("/") + path, body, {"content-type": "application/json"})
         with urllib.request.urlopen(request, timeout=patience) as response:

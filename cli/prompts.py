@@ -39,7 +39,7 @@ def read_prompts(file: Path, kind: str = "prompt file") -> list[PromptLine]:
     """Every prompt of the file, which errors call a ``kind``. Raises AdaptiveError, which names the wrong line, before
     anything is done."""
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise AdaptiveError(f"{kind} {file} cannot be read: {reason}") from error

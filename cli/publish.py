@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from adaptive.errors import AdaptiveError
-from cli.options import PAIR, shared_options
+from adaptive.printable import printable_line
+from cli.options import PAIR, shared_options, typed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 SERVER = "Server"
 
+# Options of a measurement.
+MEASURING = ("prompts", "max_tokens", "model", "wait", "api_key_file")
 # Newest records searched for those held out of training, by which the draft length is chosen.
 RECORDS = 1000
 # Most tokens of an answer that are replayed.
@@ -53,6 +56,7 @@ class Plan:
 @shared_options(*PAIR, "trust_remote_code", "draft_length")
 def publish(
     settings: Settings,
+    context: typer.Context,
     upstream: Annotated[
         Optional[str],
         typer.Option(
@@ -133,11 +137,15 @@ def publish(
     check_encoding(encoding)
     if restart is not None and upstream is None:
         raise AdaptiveError("--restart needs --upstream, the address at which the server is measured")
+    if upstream is None and (unused := typed(context, *MEASURING)):
+        raise AdaptiveError(f"{unused}: no server is measured without --upstream, its address; leave that out")
     key = _key(settings, api_key_file)
     url = None if upstream is None else server.checked_url(upstream)
     kind = server.checked_kind(engine) or (None if url is None else find_kind(url, key, wait))
     if kind is None:
         raise AdaptiveError("say which server it is for, with --upstream or --engine")
+    if not publishing.takes_gguf(kind) and typed(context, "encoding"):
+        raise AdaptiveError(f"--encoding is for GGUF files, and {kind.name} takes none; leave it out")
     publishing.check(kind, is_head=head is not None, by_hand=start is None and restart is None)
     state = find_state(settings)
     file = None if start is None else publishing.StartFile.read(start)
@@ -288,7 +296,7 @@ def _say_tried(console: Console, before: Measured, tried: Tried, expected: float
     if tried.worse is None:
         console.print(f"it is in use: {compared(before, tried, expected)}", soft_wrap=True)
     else:
-        console.print(f"[yellow]rolled back:[/] {escape(tried.worse)}", soft_wrap=True)
+        console.print(f"[yellow]rolled back:[/] {escape(printable_line(tried.worse))}", soft_wrap=True)
 
 
 def _named(published: Published, kind: Kind, draft: Path) -> dict[str, Any]:
@@ -356,13 +364,19 @@ def _typed(options: dict[str, str]) -> str:
 def _key(settings: Settings, named: Path | None) -> str | None:
     """The server's key: in the file ``named`` on the command line, else that of the settings. Raises AdaptiveError."""
     file = named or settings.api_key_file
+    if file is None and settings.api_key is None:
+        return None
+    place, said = f"API key file {file}", ""
     if file is None:
-        return None if settings.api_key is None else settings.api_key.get_secret_value()
-    try:
-        key = file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise AdaptiveError(f"API key file {file} cannot be read: {reason}") from error
+        assert settings.api_key is not None
+        place, said = "the setting api_key", settings.api_key.get_secret_value()
+    else:
+        try:
+            said = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise AdaptiveError(f"{place} cannot be read: {reason}") from error
+    key = said.strip()
     if not (key and key.isascii() and key.isprintable()):
-        raise AdaptiveError(f"API key file {file} holds no key: one line of ASCII characters is expected")
+        raise AdaptiveError(f"{place} holds no key: one line of ASCII characters is expected")
     return key

@@ -4,10 +4,7 @@ promises more, and restores the earlier state if the server got worse."""
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +25,6 @@ FELL, SLOWER = 0.005, 0.03
 # TRIES: most draft lengths tried. FASTER: how much faster, as a share, the next must promise to be, since a restart
 # interrupts the server's users for seconds.
 TRIES, FASTER = 3, 0.05
-# What ends a program from outside; Windows has no SIGHUP.
-ENDS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 @dataclass(frozen=True)
@@ -90,32 +85,16 @@ def settle(
     use, which is returned. If all are worse than ``before``, the ``earlier`` draft is restored.
 
     ``tokens_a_round`` are those at lengths 0, 1, ... by replay; None tries ``length`` alone. Raises AdaptiveError if
-    the server does not come back with the earlier draft. KeyboardInterrupt, also by a signal to end, is raised after
-    that draft is restored (and ``when_restored`` called), or after a line that says why it is not.
+    the server does not come back with the earlier draft. KeyboardInterrupt, and SystemExit by a signal to end
+    (``cli/ending.py``), are raised after that draft is restored (and ``when_restored`` called), or after a line that
+    says why it is not.
     """
-    with _ended_as_interrupted():
-        try:
-            return _settle(server, before, draft, length, tokens_a_round, earlier)
-        except KeyboardInterrupt:
-            if _undo(server, draft, earlier):
-                when_restored()
-            raise
-
-
-@contextmanager
-def _ended_as_interrupted() -> Iterator[None]:
-    """In the block SIGTERM, and SIGHUP of a terminal that is closed, raise KeyboardInterrupt, unless they are ignored,
-    as under nohup."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    heeded = [one for one in ENDS if signal.getsignal(one) is not signal.SIG_IGN]
-    before = {one: signal.signal(one, signal.default_int_handler) for one in heeded}
     try:
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        return _settle(server, before, draft, length, tokens_a_round, earlier)
+    except (KeyboardInterrupt, SystemExit):
+        if _undo(server, draft, earlier):
+            when_restored()
+        raise
 
 
 def _undo(server: Server, draft: Path, earlier: Put | None) -> bool:

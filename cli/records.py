@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
@@ -13,8 +12,10 @@ import typer
 
 from adaptive.errors import AdaptiveError
 from adaptive.printable import counted, printable_line
+from cli.cells import moment
 from cli.groups import group
 from cli.options import PAIR, shared_options
+from cli.output import print_json
 
 if TYPE_CHECKING:
     from adaptive.records.check import Findings, Repairs
@@ -36,7 +37,6 @@ def stats(
 
     Example: adaptive records stats --json
     """
-    import json
     from dataclasses import asdict
 
     from adaptive.records.log import Log
@@ -46,7 +46,7 @@ def stats(
     with Log(state.records) as log:
         found = log.stats()
     if as_json:
-        print(json.dumps({"pair": state.root.name, "path": str(state.records), **asdict(found)}, ensure_ascii=False))
+        print_json({"pair": state.root.name, "path": str(state.records), **asdict(found)})
     elif not found.generations:
         print(f"the log of {state.root.name} is empty: talk to it with `adaptive chat`, or try `adaptive demo`")
     else:
@@ -89,7 +89,8 @@ def export(
             written = export_parquet(log, file, supervision)
         else:
             written = export_jsonl(log, sys.stdout if to_output else file)
-    left_out = f"; {there - written} damaged ones are left out (`adaptive records check`)" if there > written else ""
+    damaged = counted(there - written, "damaged record")
+    left_out = f"; {damaged} left out (`adaptive records check`)" if there > written else ""
     to = "" if to_output else f" to {file}"
     typer.echo(f"adaptive: exported {counted(written, 'record')}{to}{left_out}", err=True)
 
@@ -143,7 +144,7 @@ def purge(
         with working("deleting"):
             deleted, gone = delete_answers(state, log, ids, everything)
         try:
-            left = f"{log.count()} stay, {_bytes(log.stats().size)} on disk"
+            left = f"{log.count()} left, {_bytes(log.stats().size)} on disk"
         except AdaptiveError as error:
             left = str(error)
         print(f"deleted {counted(deleted, 'record')}; {left}")
@@ -162,7 +163,6 @@ def import_(
 
     Example: adaptive records import laptop/records.db desktop/records.db --target ./target --draft ./draft
     """
-    import json
     from dataclasses import asdict
 
     from adaptive.pair import load_tokenizer, pair_identity
@@ -180,7 +180,7 @@ def import_(
 
         done = merge(state, logs, decode, AdapterStore(state.adapters).last_record())
     if as_json:
-        print(json.dumps({"pair": state.root.name, **asdict(done)}))
+        print_json({"pair": state.root.name, **asdict(done)})
         return
     damaged = f"; {done.damaged} damaged and left out" if done.damaged else ""
     print(f"{counted(done.taken, 'new record')} in {state.root.name}, {done.known} known already{damaged}")
@@ -199,7 +199,6 @@ def check(
 
     Example: adaptive records check --repair
     """
-    import json
     from dataclasses import asdict
 
     from adaptive.records import check as checking
@@ -211,7 +210,7 @@ def check(
         wrong = bool(found.damaged) or found.file is not None
         done = checking.repair(path, found) if repair and wrong else None
     if as_json:
-        print(json.dumps({"path": str(path), **asdict(found), "repaired": done and asdict(done)}, ensure_ascii=False))
+        print_json({"path": str(path), **asdict(found), "repaired": done and asdict(done)})
     else:
         _print_findings(found, done)
     if wrong and not repair:
@@ -253,19 +252,15 @@ def _print_stats(found: LogStats, path: Path) -> None:
     table.add_column(overflow="fold")  # a truncated path would be useless
     for name, value in (
         ("records", f"{found.generations} in {counted(found.sessions, 'session')}"),
-        ("tokens", f"{found.tokens} output tokens, {found.positions} with the target's distribution"),
+        ("tokens", f"{counted(found.tokens, 'output token')}, {found.positions} with the target's distribution"),
         ("on disk", f"{_bytes(found.size)} in {path}"),
-        ("from", _when(found.first)),
-        ("to", _when(found.last)),
+        ("from", moment(found.first)),
+        ("to", moment(found.last)),
         ("domains", ", ".join(f"{s.name or 'none'} {s.generations}" for s in found.by_domain)),
         ("adapters", ", ".join(f"{s.name or 'none'} {s.generations}" for s in found.by_adapter)),
     ):
         table.add_row(name, escape(printable_line(value)))
     console.print(table)
-
-
-def _when(seconds: float | None) -> str:
-    return "–" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def _bytes(count: float) -> str:

@@ -172,14 +172,19 @@ def _left_behind(words: list[str]) -> str | None:
 
 
 def _checked(words: list[str]) -> list[str]:
-    """Return ``words``. Raises AdaptiveError for options that ``serve`` would refuse later, when the service starts."""
+    """Return ``words``. Raises AdaptiveError for options, values or a settings file that ``serve`` would refuse later,
+    when the service starts; ``--help`` prints its help and ends the program."""
+    from adaptive.settings import Settings, change_settings, written_in
+    from adaptive.settings_file import config_files
     from cli import serve
 
     alone = typer.Typer()
     alone.command()(serve.serve)
     command: Any = typer.main.get_command(alone)
     try:
-        command.make_context("adaptive serve", list(words))
+        given = command.make_context("adaptive serve", list(words)).params
+    except typer.Exit:  # --help
+        raise
     except Exception as error:  # the parser's errors have no common class
         said = str(getattr(error, "message", error)).rstrip(".")
         raise AdaptiveError(f"adaptive serve {shlex.join(words)}: {said}") from error
@@ -188,6 +193,10 @@ def _checked(words: list[str]) -> list[str]:
             "--api-key would stand in the service's file and in the list of processes; write the key into a file and "
             "give --api-key-file FILE"
         )
+    said = {name: value for name, value in given.items() if name in Settings.model_fields and value not in (None, ())}
+    file = given["config"]
+    # Neither this environment nor the current folder's file is the service's.
+    change_settings(Settings.model_construct(), {**(written_in(config_files(file)[0]) if file else {}), **said})
     return words
 
 

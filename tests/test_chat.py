@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -427,6 +428,26 @@ def test_a_chat_on_a_terminal(tmp_path_factory: pytest.TempPathFactory) -> None:
     assert "leaked" not in terminal.before  # nanobind reports objects that are still alive when the process ends
     terminal.close()
     assert terminal.exitstatus == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_chat_that_is_ended_from_outside_leaves_the_terminal_as_it_was(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    model = save_model_that_says("words", tmp_path / "says")
+    command = ["-m", "cli.main", "chat", "--target", str(model), "--dtype", "float32", "--distill", "off"]
+    environment = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    terminal = pexpect.spawn(sys.executable, command, timeout=60, env=environment, encoding="utf-8")
+    before = termios.tcgetattr(terminal.child_fd)
+    terminal.expect("›")
+    until(lambda: termios.tcgetattr(terminal.child_fd) != before)
+    terminal.kill(number)
+    terminal.expect(pexpect.EOF)
+    assert "Traceback" not in terminal.before
+    assert termios.tcgetattr(terminal.child_fd) == before
+    terminal.close()
+    assert terminal.exitstatus == 128 + number
+    assert list(tmp_path.rglob("controller.json"))
 
 
 # A thread of the chat that warns once there is a file, and then deletes that.

@@ -103,3 +103,18 @@ def test_no_part_of_a_folder_stays_that_could_not_be_written(tmp_path: Path) -> 
     assert not new.exists()
     assert list(empty.iterdir()) == []
     assert (mine / "text").read_text() == "mine"
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_a_closed_output_is_no_traceback(closed: str) -> None:
+    command = f'"$0" -m cli.main config show {closed}'
+    ran = subprocess.run(["/bin/sh", "-c", command, sys.executable], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("value", "shows"), [("0", False), ("1", True)])
+def test_only_a_value_that_says_so_switches_debugging_on(value: str, shows: bool) -> None:
+    environment = {**os.environ, "ADAPTIVE_DEBUG": value}
+    command = [sys.executable, "-m", "cli.main", "config", "show", "--config", "nowhere"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert ("Traceback" in ran.stderr) is shows

@@ -5,14 +5,18 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import pexpect
 import pytest
 from conftest import BUNDLED, Command, save_model_that_says, save_random_pair
 
 from adaptive.records.log import Log
+from adaptive.settings import load_settings
+from cli.prompts import read_prompts
 
 
 @pytest.fixture(scope="module")
@@ -319,3 +323,48 @@ def test_options_that_a_command_would_not_heed_are_none_of_its(adaptive: Command
             assert adaptive(*command, option, "1")[0] == 2
     assert adaptive("head", "h", "--temperature", "0")[0] == 2
     assert adaptive("export", "e", "--state-dir", str(tmp_path))[0] == 2
+    for options in (
+        ("--prompts", "3"),
+        ("--max-tokens", "9"),
+        ("--model", "m"),
+        ("--wait", "9"),
+        ("--api-key-file", "f"),
+    ):
+        assert f"{options[0]}: no server is measured" in one_line(adaptive("publish", "--engine", "vllm", *options)[2])
+    assert "--encoding is for GGUF" in one_line(adaptive("publish", "--engine", "vllm", "--encoding", "bf16")[2])
+    assert "--draft-length is 0" in one_line(adaptive("head", "h", "--draft-length", "0")[2])
+    assert "--domain labels" in one_line(adaptive("generate", "Hi", "--domain", "d", "--no-record")[2])
+
+
+@pytest.mark.parametrize("command", ["bench", "calibrate"])
+def test_prompts_that_cannot_be_answered_are_named_before_anything_is_measured(
+    adaptive: Command, pair: tuple[str, str], tmp_path: Path, command: str
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": text}) for text in ("fine", "word " * 3000)))
+    code, out, err = adaptive(command, "--target", pair[0], "--draft", pair[1], "--prompts", str(file))
+    assert (code, out) == (2, "")
+    assert "prompts.jsonl line 2: the prompt has" in one_line(err)
+
+
+def test_an_empty_standard_input_is_no_question(adaptive: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
+    code, _, err = adaptive("generate", "-")
+    assert (code, "standard input is empty" in one_line(err)) == (2, True)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8-sig")
+    assert read_prompts(tmp_path / "prompts.jsonl")[0].messages[0].content == "a"
+    (tmp_path / "own.toml").write_text("seed = 5\n", encoding="utf-8-sig")
+    assert load_settings({}, tmp_path / "own.toml").seed == 5
+
+
+def test_a_bar_is_shown_for_answers_that_go_elsewhere(pair: tuple[str, str], prompt_file: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cli.main", "generate", "--target", pair[0], "--draft", pair[1], "--json"]
+    command += ["--prompts", str(prompt_file), "--max-new-tokens", "4"]
+    script = f"exec {shlex.join(command)} > {tmp_path / 'out'}"
+    said = pexpect.run(f"/bin/sh -c {shlex.quote(script)}", timeout=60, env={**os.environ, "TERM": "xterm"})
+    count = len(prompt_file.read_text().splitlines())
+    assert f"/{count}".encode() in said
+    assert len((tmp_path / "out").read_text().splitlines()) == count

@@ -66,13 +66,14 @@ def interrupt(
 
 
 @posix
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_generate_says_how_many_are_answered_and_skips_them(
-    models: tuple[str, ...], file: Path, tmp_path: Path, adaptive: Command
+    models: tuple[str, ...], file: Path, tmp_path: Path, adaptive: Command, number: signal.Signals
 ) -> None:
     command = ("generate", *models, "--prompts", str(file), "--json", "--max-new-tokens", "24")
     out = tmp_path / "answers.jsonl"
-    status, said = interrupt(list(command), out, lambda: out.read_bytes().count(b"\n") >= 3)
-    assert status == 130
+    status, said = interrupt(list(command), out, lambda: out.read_bytes().count(b"\n") >= 3, number)
+    assert status == 128 + number
     found = re.search(rf"interrupted: (\d+) of {PROMPTS} prompts are answered; --skip \1 answers the others", said)
     assert found is not None, said
     first = [json.loads(line)["prompt"] for line in out.read_text(encoding="utf-8").splitlines()]
@@ -81,6 +82,15 @@ def test_generate_says_how_many_are_answered_and_skips_them(
     assert code == 0, err
     asked = [json.loads(line)["prompt"] for line in file.read_text(encoding="utf-8").splitlines()]
     assert first + [json.loads(line)["prompt"] for line in rest.splitlines()] == asked
+
+
+def test_an_answer_that_fails_is_named_with_how_to_go_on(
+    models: tuple[str, ...], file: Path, adaptive: Command
+) -> None:
+    code, _, err = adaptive("generate", *models, "--prompts", str(file), "--skip", "7", "--regex", "(")
+    assert code == 2
+    assert f"7 of {PROMPTS} prompts are answered; --skip 7 answers the others" in " ".join(err.split())
+    assert f"adaptive: {file} line 8: " in err
 
 
 def test_a_skip_that_leaves_nothing_is_refused(models: tuple[str, ...], file: Path, adaptive: Command) -> None:
@@ -98,15 +108,15 @@ def test_distill_asks_only_what_has_no_answer_yet(
 ) -> None:
     command = ("distill", *models, "--prompts", str(file), "--max-new-tokens", "24", "--temperature", "0.7")
     command += ("--epochs", "0.1", "--no-promote", "--rank", "2")
-    status, _ = interrupt(list(command), tmp_path / "out", lambda: answers(own_home).total() >= 5, number)
+    status, said = interrupt(list(command), tmp_path / "out", lambda: answers(own_home).total() >= 5, number)
     before = answers(own_home).total()
     assert 5 <= before < PROMPTS
     if number == signal.SIGINT:
         assert status == 130
-        assert f"interrupted: {before} of {PROMPTS} prompts" in " ".join((tmp_path / "out").read_text().split())
-    code, out, err = adaptive(*command)
+        assert f"interrupted: {before} of {PROMPTS} prompts" in said
+    code, _, err = adaptive(*command)
     assert code == 0, err
-    assert f"going on: {before} of {PROMPTS} prompts were answered before" in " ".join(out.split())
+    assert f"going on: {before} of {PROMPTS} prompts were answered before" in " ".join(err.split())
     once = Counter({f"Question {max(1, n)}": 1 for n in range(PROMPTS)}) + Counter({"Question 1": 1})
     assert answers(own_home) == once
     assert not list(own_home.rglob("answering.json"))
@@ -128,7 +138,7 @@ def test_a_training_run_that_was_interrupted_does_not_have_its_prompts_answered_
 
     status, _ = interrupt([*command, "--epochs", "500"], tmp_path / "out", trained)
     assert status == 130
-    code, out, err = adaptive(*command, "--epochs", "0.1")
+    code, _, err = adaptive(*command, "--epochs", "0.1")
     assert code == 0, err
-    assert f"going on: {PROMPTS} of {PROMPTS} prompts were answered before" in " ".join(out.split())
+    assert f"going on: {PROMPTS} of {PROMPTS} prompts were answered before" in " ".join(err.split())
     assert answers(own_home).total() == PROMPTS

@@ -10,8 +10,16 @@ from pathlib import Path
 
 import pytest
 from conftest import save_model_that_says
+from records_factory import generation
+from rich.console import Console
 
 from adaptive.printable import printable, printable_line
+from adaptive.records.writer import LogWriter
+from adaptive.upstream.measure import Measured
+from cli.doctor import _print as print_findings
+from cli.finding import Finding
+from cli.publish import _say_tried
+from cli.publish_trial import Tried
 
 HOSTILE = "\x1b]0;owned\x07"
 
@@ -57,11 +65,30 @@ def test_escape_sequences_of_the_model_do_not_reach_a_terminal(hostile_model: Pa
     assert "␛]0;owned␇".encode() in said
 
 
+@pytest.mark.parametrize(
+    "command", [("records", "stats", "--json"), ("history", "--json", "--by", "session"), ("history", "--csv")]
+)
+def test_names_in_the_log_reach_a_terminal_without_controls(own_home: Path, command: tuple[str, ...]) -> None:
+    hostile = "\x9b31m\x7f\x9d0;owned"
+    with LogWriter(own_home / "big--small-1234" / "records.db") as writer:
+        writer.write(generation(session=hostile, domain=hostile, adapter=hostile))
+    said = run_on_a_terminal(*command)
+    assert "\ufffd31m␡\ufffd0;owned".encode() in said
+    assert not any(control in said.decode() for control in "\x9b\x7f\x9d")
+
+
 @pytest.mark.thorough
 def test_a_file_gets_the_answer_as_it_is(hostile_model: Path) -> None:
     command = [sys.executable, "-m", "cli.main", "generate", "hello", "--target", str(hostile_model), "--no-record"]
     said = subprocess.run([*command, "--dtype", "float32"], capture_output=True, check=True).stdout
     assert said == (HOSTILE + "\n").encode()
+
+
+def test_what_a_server_says_reaches_a_terminal_without_controls(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "draft\x9b31m\x7f"
+    print_findings([Finding("used", "draft", "note", hostile, hostile)])
+    _say_tried(Console(), Measured((), None, None, None), Tried(4, None, hostile), None)
+    assert capsys.readouterr().out.count("draft\ufffd31m␡") == 3
 
 
 def test_control_characters_are_made_visible() -> None:

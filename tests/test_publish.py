@@ -25,6 +25,7 @@ from test_models import VISION, several_kinds
 from tiny_models import tiny_model
 from upstream_server import CLOSE, Heard, Scripted, plain, scripted
 
+from adaptive.errors import AdaptiveError
 from adaptive.pair import load_draft_for_training, pair_identity
 from adaptive.records.writer import LogWriter
 from adaptive.settings import load_settings
@@ -36,7 +37,8 @@ from adaptive.upstream.publishing import restart
 from checkpoints.manifest import BaseDraft
 from checkpoints.store import AdapterStore
 from cli import publish_notes
-from cli.publish import _held_out, _prompts
+from cli.peer import check_peer
+from cli.publish import _held_out, _key, _prompts
 from cli.publish_drafts import AdaptedDraft
 from trainers.dataset import Example, read_log, split
 from trainers.lora import Recipe, attach
@@ -424,3 +426,17 @@ def test_mistakes_are_one_line(adaptive: Any, own_home: Path, tmp_path: Path) ->
         assert status == 2
         assert said in errors
         assert errors.count("\n") == 1
+
+
+def test_a_key_of_the_settings_is_one_as_that_of_a_file() -> None:
+    assert _key(load_settings({"api_key": " k\n"}), None) == "k"
+    with pytest.raises(AdaptiveError, match="the setting api_key holds no key"):
+        _key(load_settings({"api_key": "k\ny"}), None)
+
+
+@pytest.mark.parametrize("place", ["127.0.0.1:1", "nowhere.invalid"])
+def test_an_address_of_a_peer_is_said_without_its_login(place: str) -> None:
+    with pytest.raises(AdaptiveError) as raised:
+        check_peer(f"http://me:secret@{place}")
+    assert place in str(raised.value)
+    assert "secret" not in str(raised.value)

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import sqlite3
 import time
@@ -315,3 +316,21 @@ def test_a_reader_that_opens_a_log_while_it_is_replaced_reads_the_new_one(
     monkeypatch.setattr("adaptive.records.log.connect", connected)
     with Log(path) as log:
         assert log.count() == 1
+
+
+@pytest.mark.parametrize("created", [1e300, "text"])
+def test_a_damaged_time_is_shown_as_a_dash(path: Path, adaptive: Command, created: object) -> None:
+    connection = connect(path)
+    connection.execute("UPDATE generations SET created = ?", (created,))
+    connection.close()
+    code, out, err = adaptive("records", "stats")
+    assert code == 0, err
+    assert re.search(r"from +–", out)
+
+
+def test_a_session_whose_name_is_no_unicode_is_found(path: Path) -> None:
+    with LogWriter(path) as writer:
+        writer.write(generation(session="caf\udce9"))
+    with Log(path) as log:
+        assert log.session_messages("caf\udce9")
+        assert len(log.session_ids("caf\udce9")) == log.count(session="caf\udce9") == 1

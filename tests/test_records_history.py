@@ -84,6 +84,29 @@ def test_a_log_of_before_is_summed_up_once_and_says_how_far_it_is(
     assert shares.count(1.0) == 1
 
 
+def test_a_migration_that_is_interrupted_ends_its_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "records.db"
+    with LogWriter(path) as writer:
+        for number in range(256):
+            writer.write(generation(number, supervised=False))
+    connection = connect(path)
+    connection.execute("DROP TABLE figures")
+    connection.execute(f"PRAGMA user_version={MIGRATIONS.index(sum_up_generations)}")
+    connection.close()
+    shares: list[float] = []
+
+    def interrupted(share: float) -> None:
+        shares.append(share)
+        if share < 1 or len(shares) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(schema, "on_migration", interrupted)
+    with pytest.raises(KeyboardInterrupt), Log(path) as log:
+        log.figures()
+    assert shares[-1] == 1.0
+    assert len(shares) == 2
+
+
 WITH_HISTORY = (
     Round("model", 4, 2, 0.0, 0.0),
     Round("history", 8, 8, 0.0, 0.0),

@@ -137,6 +137,10 @@ def test_a_service_that_ends_at_once_is_not_said_to_run(
     [
         (["--prot", "8081"], "No such option"),
         (["--port", "many"], "many"),
+        (["--distill", "sometimes"], "distill is 'sometimes'"),
+        (["--port", "99999"], "setting port"),
+        (["--config", "nowhere.toml"], "does not exist"),
+        (["--config", "."], "is not a file"),
         (["--api-key", "secret"], "--api-key-file FILE"),
         (["--api-key=secret"], "--api-key-file FILE"),
     ],
@@ -148,6 +152,15 @@ def test_what_serve_would_refuse_is_refused_before_anything_is_written(
     assert status == 2
     assert said.lower() in err.lower()
     assert len(err.strip().splitlines()) == 1
+    assert not unit(tmp_path).exists()
+
+
+def test_the_help_of_serve_may_be_asked_for(
+    manager: Callable[[], list[str]], adaptive: Command, tmp_path: Path
+) -> None:
+    status, out, err = adaptive("service", "install", "--", "--help")
+    assert (status, err) == (0, "")
+    assert "--keep-caches" in out
     assert not unit(tmp_path).exists()
 
 

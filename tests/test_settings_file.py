@@ -55,6 +55,36 @@ def test_a_size_without_an_end_is_refused(name: str, tmp_path: Path) -> None:
         load_settings({}, tmp_path / "own.toml")
 
 
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ('slots = "²"', "slots"),
+        ("port = 99999", "port"),
+        (f'draft_length = "{"4" * 5000}"', "draft_length"),
+        (f'memory = "{"9" * 5000}GB"', "memory"),
+        ("api_key = 12345678", "api_key"),
+        ('apikey = "12345678"', "apikey"),
+    ],
+)
+def test_an_error_in_settings_names_the_setting_and_shows_no_key(
+    line: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not line.startswith("api"):
+        monkeypatch.setenv("ADAPTIVE_API_KEY", "12345678")
+    (tmp_path / "own.toml").write_text(f"{line}\n", encoding="utf-8")
+    with pytest.raises(AdaptiveError, match=named) as raised:
+        load_settings({}, tmp_path / "own.toml")
+    assert "12345678" not in f"{raised.value}{raised.value.__cause__}"
+    assert len(str(raised.value)) < 400
+
+
+@pytest.mark.parametrize("name", ["api_key", "draft_key", "apikey"])
+def test_a_key_in_a_file_of_the_current_folder_is_not_shown(name: str, tmp_path: Path) -> None:
+    (tmp_path / "adaptive.toml").write_text(f'{name} = "hunter2"\napi_key_file = "there"\n')
+    with pytest.raises(AdaptiveError, match=rf"{name} = \*\*\*\*, api_key_file = 'there'"):
+        load_settings({})
+
+
 def own_file(tmp_path: Path, text: str) -> Path:
     """The file in the user's settings folder."""
     file = tmp_path / "config" / "adaptive" / "adaptive.toml"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from test_trainer import small_draft, speak, target, write_log
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -163,6 +164,10 @@ def test_options_that_cannot_be_are_refused(pair: list[str]) -> None:
     assert "rank" in refusal(distill(pair, "--rank", "0"))
     assert "forward-kl" in refusal(distill(pair, "--loss", "mse"))
     assert "--force" in refusal(distill(pair, "--force", "--no-promote"))
+    for options in (["--temperature", "0.7"], ["--no-record"], ["--max-new-tokens", "9"], ["--history", "off"]):
+        assert f"{options[0]}: nothing is answered" in (refusal(distill(pair, *options)))
+    for length in ("0", "tree:8"):
+        assert f"--draft-length is {length}" in refusal(distill(pair, "--draft-length", length))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +221,9 @@ def test_a_turn_ends_with_the_token_at_which_the_target_ends_it(
         (Path(pair[1]) / file).write_text(json.dumps(said))
     chat = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w3 w4"}]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}), encoding="utf-8")
-    (found,) = examples(chats_of(Settings(target=pair[1], draft=pair[3]), tmp_path / "chats.jsonl"), 100)
+    (found,) = examples(
+        chats_of(Settings(target=pair[1], draft=pair[3]), tmp_path / "chats.jsonl", Console(stderr=True)), 100
+    )
     assert words.decode(found.prompt) == f"<user> w1 <end> y {opens}"
     assert words.decode(found.output) == "w3 w4 <end>"
 

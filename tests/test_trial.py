@@ -108,12 +108,14 @@ import signal, sys
 from pathlib import Path
 from adaptive.upstream.kinds import LLAMA_SERVER
 from adaptive.upstream.publishing import StartFile
+from cli.ending import ended_in_order
 from cli.publish_trial import Server, settle
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell turns off for what it runs in the background
 url, start, command = sys.argv[1:]
 server = Server(url, None, LLAMA_SERVER, command, StartFile.read(Path(start)), 60.0, [[1, 2]], 100)
-settle(server, server.measure(), Path("draft.gguf"), 4, None, None)
+with ended_in_order():
+    settle(server, server.measure(), Path("draft.gguf"), 4, None, None)
 """
 
 
@@ -165,7 +167,7 @@ def test_what_is_interrupted_is_undone_or_said_to_stay(tmp_path: Path, moment: s
             over.set()
             process.kill()
             process.wait()
-    assert process.returncode == -signal.SIGINT
+    assert process.returncode == (-by if by == signal.SIGINT else 128 + by)
     ours = [line for line in said.splitlines() if line.startswith("adaptive: ")]
     assert "the server's earlier state is being restored" in ours[0]
     if moment == "and cannot be edited":
@@ -182,9 +184,9 @@ def test_what_is_interrupted_is_undone_or_said_to_stay(tmp_path: Path, moment: s
 
 def test_a_signal_that_is_ignored_interrupts_nothing() -> None:
     """As under nohup."""
-    script = "import os, signal\nfrom cli.publish_trial import _ended_as_interrupted\nwith _ended_as_interrupted():\n"
+    script = "import os, signal\nfrom cli.ending import ended_in_order\nwith ended_in_order():\n"
     script += "    os.kill(os.getpid(), signal.SIGHUP)\n"
-    for handler, status in (("SIG_IGN", 0), ("SIG_DFL", -signal.SIGINT)):
+    for handler, status in (("SIG_IGN", 0), ("SIG_DFL", 128 + signal.SIGHUP)):
         words = [sys.executable, "-c", f"import signal\nsignal.signal(signal.SIGHUP, signal.{handler})\n{script}"]
         assert subprocess.run(words, stderr=subprocess.DEVNULL, check=False).returncode == status
 

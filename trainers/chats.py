@@ -46,7 +46,7 @@ def read_chats(file: Path, tokenizer: PreTrainedTokenizerBase, ends: Collection[
     if not tokenizer.chat_template:
         raise AdaptiveError("the target's tokenizer has no chat template, so chat messages cannot be turned into text")
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise AdaptiveError(f"data file {file} cannot be read: {error}") from error
     rows: list[dict[str, Any]] = []

@@ -22,6 +22,7 @@ from adaptive.printable import counted
 from adaptive.records.features import FeatureSpool
 from adaptive.records.recover import overwrite_and_remove, remove_deleted, remove_set_aside, set_aside_logs
 from adaptive.records.retention import BATCH
+from adaptive.records.rows import storable
 from adaptive.records.schema import DiskFullError, connect, is_disk_full, transaction
 from adaptive.state import PairState
 from checkpoints import files
@@ -36,7 +37,7 @@ def selection(
     if older_than_s is not None:
         terms.append(("created < ?", now - older_than_s))
     if session is not None:
-        terms.append(("session = ?", session))
+        terms.append(("session = ?", storable(session)))
     if ids is not None:  # as JSON, since the number of values of a statement is limited
         terms.append(("id IN (SELECT value FROM json_each(?))", json.dumps(sorted(ids))))
     return " AND ".join(term for term, _ in terms) or "1", tuple(value for _, value in terms)

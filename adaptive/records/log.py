@@ -33,6 +33,7 @@ from adaptive.records.rows import (
     read_rows,
     readable,
     select_columns,
+    storable,
 )
 from adaptive.records.saved import Spent
 from adaptive.records.schema import (
@@ -217,7 +218,7 @@ class Log:
         with self._reading() as connection:
             rows = connection.execute(
                 "SELECT messages, text FROM generations WHERE session = ? AND messages != '[]' ORDER BY id DESC",
-                (session,),
+                (storable(session),),
             )
             for messages, text in rows:
                 with suppress(DamagedRecordError):  # if damaged, continue with the generation before
@@ -453,7 +454,7 @@ def plausible(*numbers: object) -> bool:
 
 def _session_ids(connection: sqlite3.Connection, session: str) -> tuple[int, ...]:
     query = "SELECT id FROM generations WHERE session = ? ORDER BY id"
-    return tuple(row[0] for row in connection.execute(query, (session,)))
+    return tuple(row[0] for row in connection.execute(query, (storable(session),)))
 
 
 def _chosen(

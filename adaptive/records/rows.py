@@ -78,7 +78,7 @@ def insert(connection: sqlite3.Connection, generation: Generation, number: int |
     if rounds:
         connection.execute(INSERT_TIMES, (number, *_times(rounds)))
     timings = generation.timings
-    head = number, _storable(generation.session), generation.created, generation.adapter
+    head = number, storable(generation.session), generation.created, generation.adapter
     measured = timings.predicted_n, timings.predicted_s, timings.expected_s
     counts, own = packed(count_rounds(rounds)), packed(count_rounds(learned_rounds(rounds)))
     connection.execute(INSERT_FIGURES, (*head, *measured, counts, None if own == counts else own))
@@ -114,11 +114,11 @@ def _values(generation: Generation) -> tuple[object, ...]:
     """The values of the columns CHECKED."""
     rounds, timings = generation.rounds, generation.timings
     return (
-        _storable(generation.session),
+        storable(generation.session),
         generation.created,
         generation.adapter,
         generation.engine,
-        None if generation.domain is None else _storable(generation.domain),
+        None if generation.domain is None else storable(generation.domain),
         generation.finish_reason,
         generation.sampling.temperature,
         _asked(generation),
@@ -132,8 +132,8 @@ def _values(generation: Generation) -> tuple[object, ...]:
         sum(r.drafted for r in rounds),
         sum(r.accepted for r in rounds),
         _messages_json(generation.messages),
-        _storable(generation.prompt_text),
-        _storable(generation.text),
+        storable(generation.prompt_text),
+        storable(generation.text),
         generation.prompt.astype("<i4").tobytes(),
         generation.output.astype("<i4").tobytes(),
     )
@@ -295,10 +295,10 @@ def beginning(messages: tuple[Message, ...]) -> str:
 
 def _messages_json(messages: tuple[Message, ...]) -> str:
     # Not escaped to ASCII, so that LIKE finds words in any script.
-    return _storable(json.dumps([{"role": m.role, "content": m.content} for m in messages], ensure_ascii=False))
+    return storable(json.dumps([{"role": m.role, "content": m.content} for m in messages], ensure_ascii=False))
 
 
-def _storable(text: str) -> str:
+def storable(text: str) -> str:
     """``text`` with lone surrogates (a terminal's undecodable bytes) replaced by '?', as UTF-8 cannot encode them."""
     return text.encode("utf-8", "replace").decode("utf-8")
 

@@ -146,13 +146,15 @@ def sum_up_generations(connection: sqlite3.Connection) -> None:
         ),
         key=lambda row: row[0],
     )
-    for done, (number, rows) in enumerate(counts, start=1):
-        packed_counts = packed(RoundCount(*row[1:]) for row in rows if plausible_round(row[1], row[2]))
-        connection.execute(f"{FIGURES_OF_GENERATIONS} WHERE id = ?", (packed_counts, number))
-        if done % 256 == 0:
-            on_migration(done / total)
-    connection.execute(f"{FIGURES_OF_GENERATIONS} WHERE id NOT IN (SELECT generation FROM figures)", (b"",))
-    on_migration(1.0)
+    try:
+        for done, (number, rows) in enumerate(counts, start=1):
+            packed_counts = packed(RoundCount(*row[1:]) for row in rows if plausible_round(row[1], row[2]))
+            connection.execute(f"{FIGURES_OF_GENERATIONS} WHERE id = ?", (packed_counts, number))
+            if done % 256 == 0:
+                on_migration(done / total)
+        connection.execute(f"{FIGURES_OF_GENERATIONS} WHERE id NOT IN (SELECT generation FROM figures)", (b"",))
+    finally:
+        on_migration(1.0)
 
 
 FIGURES_OF_GENERATIONS = """INSERT INTO figures
@@ -243,7 +245,8 @@ def _silent(share: float) -> None:
     pass
 
 
-# Called with the completed share of a long migration, 0 to 1; a front end sets it to update its progress bar.
+# Called with the completed share of a long migration, 0 to 1, and with 1 also if it fails; a front end sets it to
+# update its progress bar.
 on_migration: Callable[[float], None] = _silent
 
 
