@@ -48,7 +48,7 @@ Asked: TypeAlias = str | Sequence[Message | Mapping[str, str]]
 class Stats:
     """How the last answer was decoded. ``tokens_per_round`` counts all rounds, ``acceptance`` only drafted tokens. Both
     are None before the first answer, and ``acceptance`` also if nothing was drafted. ``sentence`` describes how
-    decoding worked and why; ``adapter`` is the id of the draft's adapter in use."""
+    decoding worked and why; ``adapter`` is the id of the draft's adapter with which it began."""
 
     tokens: int
     tokens_per_second: float
@@ -135,7 +135,7 @@ class Assistant:
 
     def stats(self) -> Stats:
         """How the last answer was decoded."""
-        last, said = self._assistant.last, speculation(self._assistant)
+        latest, last, said = self._assistant.latest, self._assistant.last, speculation(self._assistant)
         counts = () if last is None else count_rounds(last.rounds)
         figures = stats_of_counts(counts)
         return Stats(
@@ -143,7 +143,7 @@ class Assistant:
             tokens_per_second=0.0 if last is None else last.timings.per_second,
             tokens_per_round=tokens_per_round(counts),
             acceptance=figures.draft_acceptance_rate if figures.num_draft_tokens else None,
-            adapter=self._assistant.adapter,
+            adapter=None if latest is None else latest.adapter,
             sentence=said.sentence,
         )
 

@@ -44,6 +44,13 @@ def refused_address(address: str) -> str:
     return "no address" if "@" in address else repr(address)
 
 
+def per_second(speed: float) -> str:
+    """Tokens per second, for reading, as by ``rate`` of the pages: below 10 with a digit after the point, below 1 with
+    two; 0 if nothing was timed."""
+    digits = 2 if 0 < speed < 0.995 else 1 if 0 < speed < 9.95 else 0
+    return f"{speed:.{digits}f}"
+
+
 def counted(count: int, one: str) -> str:
     """A count and its noun, with an s for the plural: 1 session, 2 sessions."""
     return f"{count} {one}{'' if count == 1 else 's'}"

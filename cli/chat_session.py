@@ -9,9 +9,9 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, NoMemoryError, first_line, out_of_memory
 from adaptive.printable import counted
 
 if TYPE_CHECKING:
@@ -30,6 +30,14 @@ if TYPE_CHECKING:
 FORGET_TO = 0.5
 # Seconds of prefill after which a status line is shown. Too low: a line flickers before each answer.
 SAID_AFTER_S = 0.5
+
+
+class Answered(NamedTuple):
+    """A message that was answered in this run: ``tokens`` of its prompt and of itself, and whether a limit cut it."""
+
+    message: Message
+    tokens: list[int]
+    cut: bool
 
 
 class Chat:
@@ -63,6 +71,7 @@ class Chat:
         self.talk = Talk(system, self._earlier() if name else ())
         self.keyboard: Keyboard | None = None
         self._drafting = opened.assistant.adapter  # the last one that was named
+        self._answered: Answered | None = None  # the last one; it may have left the conversation
 
     def _earlier(self) -> tuple[Message, ...]:
         from adaptive.records.log import Log
@@ -135,7 +144,7 @@ class Chat:
                 if isinstance(error, ContextFullError) and self._makes_room(text):
                     continue
                 return False
-            self.talk.messages = [*asked, Message("assistant", answer)]
+            self.talk.messages = [*asked, self._answer(answer)]
             return True
 
     def _makes_room(self, text: str) -> bool:
@@ -170,26 +179,26 @@ class Chat:
         return len(prompt) <= FORGET_TO * pair.target.context_length
 
     def go_on(self) -> None:
-        """Continue the last answer, which was cut. Raises AdaptiveError if it was not."""
+        """Continue the last answer, which was cut. Raises AdaptiveError if it was not, or if it is not of this run."""
+        answered, messages = self._answered, self.talk.messages
+        if answered is None or not messages or messages[-1] is not answered.message:
+            raise AdaptiveError("/more goes on with the last answer of this run; the conversation does not end with it")
+        if not answered.cut:
+            raise AdaptiveError("the last answer was not cut")
+        steps = self.opened.assistant.answer(
+            answered.tokens, tuple(messages), "", self.sampling, self.limits, self.name, goes_on=True
+        )
+        messages[-1] = self._answer(messages[-1].content + self._stream(steps))
+
+    def _answer(self, text: str) -> Message:
+        """The message of the answer that has just ended."""
         from adaptive.types import Message
 
         last = self.opened.assistant.last
-        messages = self.talk.messages
-        latest = messages[-1] if messages else None
-        if last is None or last.finish_reason != "length" or latest is None or latest.role != "assistant":
-            raise AdaptiveError("the last answer was not cut")
-        if not latest.content.endswith(last.text):  # before it the message has what this answer continued
-            raise AdaptiveError("the last answer was not cut")
-        steps = self.opened.assistant.answer(
-            [*last.request.prompt, *last.output],
-            tuple(messages),
-            "",
-            self.sampling,
-            self.limits,
-            self.name,
-            goes_on=True,
-        )
-        messages[-1] = Message("assistant", messages[-1].content + self._stream(steps))
+        assert last is not None
+        message = Message("assistant", text)
+        self._answered = Answered(message, [*last.request.prompt, *last.output], last.finish_reason == "length")
+        return message
 
     def _display(self) -> Display:
         from cli.chat_display import MarkdownDisplay, PlainDisplay
@@ -200,7 +209,7 @@ class Chat:
 
     def _stream(self, steps: Iterable[Step]) -> str:
         """Show an answer while it is decoded, log it, and print its figures. Returns its text. ctrl-C stops the answer,
-        and nothing else here, however often it is pressed."""
+        and nothing else here, however often it is pressed. Raises NoMemoryError if memory runs out."""
         with interruptible() as interrupted:
             self.opened.swapper.between_rounds()  # a large adapter is read beside the answer, and named before the next
             if self.opened.assistant.adapter != self._drafting:
@@ -210,6 +219,12 @@ class Chat:
             try:
                 self._show(steps, interrupted)
                 self._keep()
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                self.opened.assistant.conversations.free_idle()
+                said = f"memory has run out ({first_line(error)}); ask again, or shorten the text"
+                raise NoMemoryError(said) from error
             finally:
                 self.trainer.idle()
         assert self.opened.assistant.last is not None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from adaptive.printable import per_second
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -102,7 +104,7 @@ def figures_table(tallies: list[Tally], title: str) -> Table:
         faster = tally.over(tallies[0])
         table.add_row(
             tally.label if tally.draft_length is not None else "  length auto",
-            f"{tally.per_second:.0f}" if tally.seconds else "…",
+            per_second(tally.per_second) if tally.seconds else "…",
             f"{faster:.2f}x" if faster else "",
             f"{tally.acceptance:.0%}" if tally.speculative else "",
             f"{tally.tokens_per_round:.2f}" if tally.speculative else "",

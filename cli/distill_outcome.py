@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from adaptive.printable import counted
+from adaptive.printable import counted, per_second
 from cli.options import HELD, PAIR, as_typed, changed
 
 if TYPE_CHECKING:
@@ -85,9 +85,10 @@ def break_even(outcome: DistillOutcome, settings: Settings) -> str | None:
     if after >= before:
         return "At the costs of the last session, that makes answers no faster."
     answers = outcome.train_seconds / (ANSWER_TOKENS * (before - after))
+    now, then = per_second(1 / before), per_second(1 / after)
     return (
-        f"At the costs of the last session: {faster:.2f} times as fast as now, by replay ({1 / before:.0f} tokens/s "
-        f"become {1 / after:.0f}, {over_plain:.2f} times plain decoding), and the "
+        f"At the costs of the last session: {faster:.2f} times as fast as now, by replay ({now} tokens/s "
+        f"become {then}, {over_plain:.2f} times plain decoding), and the "
         f"{outcome.train_seconds:.0f} s of training are saved again after {answers:.0f} answers of "
         f"{ANSWER_TOKENS} tokens."
     )

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from adaptive.errors import AdaptiveError
-from adaptive.printable import counted
+from adaptive.printable import counted, per_second
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -136,5 +136,5 @@ def _answer(settings: Settings, prompts: Sequence[PromptLine], console: Console)
                 done = session.assistant.last
                 assert done is not None
                 tokens, seconds = tokens + len(done.output), seconds + done.timings.predicted_s
-                progress.update(task, advance=1, speed=f"{tokens / max(seconds, 1e-9):.0f} tokens/s")
+                progress.update(task, advance=1, speed=f"{per_second(tokens / max(seconds, 1e-9))} tokens/s")
     console.print(f"answered {counted(len(prompts), 'prompt')}, {counted(tokens, 'token')}")

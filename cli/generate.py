@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from adaptive.errors import AdaptiveError
-from adaptive.printable import counted
+from adaptive.printable import counted, per_second
 from cli.bars import counting_bar
 from cli.ending import uninterrupted
 from cli.options import shared_options
@@ -194,15 +194,13 @@ def figures(assistant: Assistant) -> str:
     done = last(assistant)
     parts = [counted(len(done.output), "token")]
     if done.rounds:
-        parts.append(f"{done.timings.per_second:.0f} tokens/s")
+        parts.append(f"{per_second(done.timings.per_second)} tokens/s")
     if done.cached:
         parts.append(f"{counted(done.cached, 'prompt token')} from the cache")
     if done.rounds:  # an answer of one token has no rounds, since the prefill yields it
         parts.append(speculation(assistant).sentence)
-    drafts = assistant.pair.draft is not None
-    if (drafts or assistant.pair.remote is not None) and done.rounds:
         parts.append(in_words(count_rounds(done.rounds)))
-    if drafts:
+    if assistant.pair.draft is not None:
         adapter = None if assistant.latest is None else assistant.latest.adapter  # another one may be in use by now
         parts.append(f"adapter {adapter}" if adapter else "no adapter")
     return " · ".join(parts)
@@ -220,12 +218,10 @@ def how_cut(assistant: Assistant, more: str = ": --max-new-tokens allows more", 
 
 def as_object(prompt: PromptLine, assistant: Assistant) -> dict[str, Any]:
     """The JSON object of one answer; figures as in ``history``, times in milliseconds."""
-    from dataclasses import asdict
-
-    from adaptive.records.stats import by_drafter, speculative_stats
+    from adaptive.records.stats import figures_object
 
     done = last(assistant)
-    timings, stats = done.timings, speculative_stats(done.rounds)
+    timings = done.timings
     return {
         "prompt": prompt.as_given(),
         "text": done.text,
@@ -238,11 +234,10 @@ def as_object(prompt: PromptLine, assistant: Assistant) -> dict[str, Any]:
             "predicted_n": timings.predicted_n,
             "predicted_ms": timings.predicted_s * 1000,
             "predicted_per_second": timings.per_second,
-            "draft_n": stats.num_draft_tokens,
-            "draft_n_accepted": stats.num_accepted_draft_tokens,
+            "draft_n": done.drafted,
+            "draft_n_accepted": done.accepted,
         },
-        "speculative_decoding": asdict(stats),
-        "drafters": {name: asdict(one) for name, one in by_drafter(done.rounds).items()},
+        **figures_object(done.rounds),
         "adapter": assistant.adapter,
     }
 

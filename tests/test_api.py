@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import BUNDLED
+from conftest import BUNDLED, save_random_adapter
 
 import adaptive.api
 from adaptive import Assistant
@@ -47,6 +47,15 @@ def test_it_answers_streams_keeps_a_log_and_says_how_it_decoded(own_home: Path) 
     assert kept[-1].text.startswith(first)
 
 
+def test_its_figures_name_the_adapter_of_the_answer(tmp_path: Path) -> None:
+    folder = save_random_adapter(BUNDLED / "draft", tmp_path / "adapter")
+    with Assistant(dtype="float32", draft_length="4", record=False) as assistant:
+        for use, before, after in ((folder, None, "0001"), (None, "0001", None)):
+            assistant.ask("What?", max_new_tokens=4)
+            assistant._assistant.use_adapter(after, use)
+            assert assistant.stats().adapter == before
+
+
 @pytest.mark.thorough
 def test_it_learns_when_it_is_told_to(own_home: Path) -> None:
     lines = (BUNDLED / "prompts" / "math.jsonl").read_text(encoding="utf-8").splitlines()
@@ -60,6 +69,7 @@ def test_it_learns_when_it_is_told_to(own_home: Path) -> None:
         assert report.stage == "done", report.message
         assert "training" in stages
         state = PairState(own_home / pair_identity(load_settings({})).id)
+        assistant.ask("And now?", max_new_tokens=4)
         assert assistant.stats().adapter == (report.adapter if report.promoted else None)
     assert [manifest.id for manifest in AdapterStore(state.adapters).list()] == [report.adapter]
 

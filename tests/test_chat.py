@@ -21,7 +21,6 @@ from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 from slow_disk import until
 
-from adaptive.control.policy import FixedLength, Scope
 from adaptive.errors import AdaptiveError
 from adaptive.opened import OpenedPair
 from adaptive.records.erase import erase_beside
@@ -83,6 +82,15 @@ def test_what_was_typed_is_found_again_in_the_next_run(tmp_path: Path) -> None:
     assert kept.stat().st_mode & 0o777 == 0o600
     assert typed(up + up + "\r", kept) == ["first"]
     assert typed(up + "\r") == []
+
+
+def test_a_typed_byte_that_is_not_utf_8_is_kept_as_a_question_mark(tmp_path: Path) -> None:
+    kept = tmp_path / "typed.txt"
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        keys.send_bytes(b"half \xff\r\x04")
+        assert list(Keyboard([], kept).messages()) == ["half \udcff"]
+    assert "half ?" in kept.read_text()
+    assert typed("\x1b[A\r", kept) == ["half ?"]
 
 
 def test_what_cannot_be_written_or_read_is_typed_all_the_same(tmp_path: Path) -> None:
@@ -204,7 +212,7 @@ def test_commands_change_what_they_say(opened: OpenedPair, tmp_path: Path) -> No
     assert [m.role for m in chat.talk.messages] == ["system", "user", "assistant"]
     for expected in (
         "nothing has been asked yet",
-        "the last answer was not cut",
+        "/more goes on with the last answer of this run",
         "memory of this conversation: keys and values ",
         "cut at the limit: /more goes on",
         "'x' is no whole number",
@@ -261,16 +269,6 @@ def test_statistics_stay_out_of_the_answers(opened: OpenedPair, capsys: pytest.C
     _, said = played(opened, "What?\rAnd?\rWhy?\r/stats\r")
     assert "tokens drafted a round" in said
     assert "tokens drafted a round" not in capsys.readouterr().out
-
-
-def test_an_answer_that_was_cut_goes_on_as_if_it_had_not_been(opened: OpenedPair) -> None:
-    cut, _ = played(opened, "What?\r/more\r/more\r")
-    whole, _ = played(opened, "What?\r", max_new_tokens=18)
-    assert cut.talk.messages == whole.talk.messages
-    assert opened.assistant.log is not None
-    assert opened.assistant.log.flush()
-    with Log(opened.state.records) as log:
-        assert log.session_messages(cut.name) == tuple(cut.talk.messages)
 
 
 def test_a_conversation_that_no_longer_fits_forgets_its_oldest_turns_if_that_is_wanted(
@@ -335,27 +333,6 @@ def test_ctrl_c_ends_what_is_under_way_and_not_the_chat(opened: OpenedPair, text
     assert out.pressed
     assert [m.content for m in chat.talk.messages][::2] == ["What?", "And?"]
     assert signal.getsignal(signal.SIGINT) is before
-
-
-class Interrupting(FixedLength):
-    """A policy that presses ctrl-C when the second answer begins."""
-
-    begun = 0
-
-    def begin(self, scope: Scope) -> None:
-        self.begun += 1
-        if self.begun == 2:
-            signal.raise_signal(signal.SIGINT)
-
-
-def test_ctrl_c_while_a_long_question_is_read_leaves_the_conversation_as_it_was(opened: OpenedPair) -> None:
-    opened.assistant.policy = Interrupting(2)
-    long = "word " * 700 + "\r"
-    chat, said = played(opened, "What?\r" + long + "And then?\r")
-    assert "stopped before the answer began" in said
-    assert [m.content for m in chat.talk.messages][::2] == ["What?", "And then?"]
-    fresh, _ = played(opened, "What?\rAnd then?\r")
-    assert chat.talk.messages == fresh.talk.messages
 
 
 def test_a_pipe_is_one_question_and_only_the_answer_is_written(

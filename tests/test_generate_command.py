@@ -47,14 +47,16 @@ def test_json_objects_agree_with_the_history(adaptive: Command, pair: tuple[str,
     assert [type(o["prompt"]) for o in objects] == [str, list, str]
     for o in objects:
         assert set(o) == {
-            "prompt", "text", "tokens", "finish_reason", "usage", "timings", "speculative_decoding", "drafters",
-            "adapter",
+            "prompt", "text", "tokens", "finish_reason", "usage", "timings", "rounds", "tokens_per_round",
+            "speculative_decoding", "drafters", "adapter",
         }  # fmt: skip
         assert o["finish_reason"] in ("stop", "length")
         assert o["usage"]["completion_tokens"] == len(o["tokens"]) == o["timings"]["predicted_n"]
         spec, timings = o["speculative_decoding"], o["timings"]
         assert timings["draft_n"] == spec["num_draft_tokens"] <= 4 * spec["num_spec_steps"]
         assert sum(i * n for i, n in enumerate(spec["acceptance_histogram"])) == spec["num_accepted_draft_tokens"]
+        assert o["tokens_per_round"] == 1 + spec["num_accepted_draft_tokens"] / o["rounds"]
+        assert o["rounds"] >= spec["num_spec_steps"]
         assert spec["mean_acceptance_length"] == 1 + spec["num_accepted_draft_tokens"] / spec["num_spec_steps"]
         assert timings["predicted_per_second"] == pytest.approx(
             (timings["predicted_n"] - 1) / timings["predicted_ms"] * 1000
@@ -66,6 +68,13 @@ def test_json_objects_agree_with_the_history(adaptive: Command, pair: tuple[str,
         assert totals[key] == sum(o["speculative_decoding"][key] for o in objects)
     accepted, rounds = totals["num_accepted_draft_tokens"], totals["num_spec_steps"]
     assert totals["mean_acceptance_length"] == pytest.approx(1 + accepted / rounds)
+
+
+def test_tokens_a_round_are_named_without_a_draft_too(adaptive: Command, pair: tuple[str, str]) -> None:
+    models = ("--target", pair[0], "--draft", "none", "--dtype", "float32")
+    code, _, err = adaptive("generate", "one two one two one two", *models, "--max-new-tokens", "30")
+    assert code == 0, err
+    assert " tokens a round, " in err
 
 
 def test_no_record_leaves_no_log(adaptive: Command, pair: tuple[str, str], own_home: Path) -> None:

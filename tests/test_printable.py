@@ -13,7 +13,7 @@ from conftest import save_model_that_says
 from records_factory import generation
 from rich.console import Console
 
-from adaptive.printable import printable, printable_line
+from adaptive.printable import per_second, printable, printable_line
 from adaptive.records.writer import LogWriter
 from adaptive.upstream.measure import Measured
 from cli.doctor import _print as print_findings
@@ -101,3 +101,10 @@ def test_a_name_stays_on_its_line() -> None:
     forged = "me\n2026-01-01 INFO adapter 9 is promoted\r\u2028\u202etxt"
     assert printable_line(forged) == "me␊2026-01-01 INFO adapter 9 is promoted␍\ufffd\ufffdtxt"
     assert printable_line("Zoë 山田") == "Zoë 山田"
+
+
+@pytest.mark.parametrize(
+    ("speed", "said"), [(0.0, "0"), (0.262, "0.26"), (0.996, "1.0"), (1.26, "1.3"), (9.97, "10"), (234.4, "234")]
+)
+def test_a_slow_speed_has_digits(speed: float, said: str) -> None:
+    assert per_second(speed) == said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -309,6 +310,35 @@ def test_a_point_of_the_series_never_mixes_two_adapters() -> None:
     assert {p.tokens_per_second for p in points} == {5.0}  # the first token's time belongs to the prompt
     (swap,) = swaps(said)
     assert (swap.generation, swap.before, swap.after) == (6, None, "0001")
+
+
+def begun(*answers: tuple[float, str, str]) -> list[GenerationFigures]:
+    """Answers in the order of their ends: when each began, its adapter, its session."""
+    return [
+        replace(figures(number, adapter, (2, 1)), created=created, session=session)
+        for number, (created, adapter, session) in enumerate(answers, start=1)
+    ]
+
+
+def test_an_answer_that_ends_late_under_the_adapter_before_is_no_change() -> None:
+    said = begun((1, "0001", "a"), (3, "0002", "b"), (2, "0001", "c"), (4, "0002", "d"), (5, "0002", "c"))
+    assert [(swap.generation, swap.before, swap.after) for swap in swaps(said)] == [(2, "0001", "0002")]
+    assert [(p.first_id, p.last_id, p.generations) for p in series(said, 1)] == [(1, 3, 2), (2, 5, 3)]
+
+
+def test_a_process_that_keeps_its_adapter_beside_another_shows_no_change() -> None:
+    said = begun(
+        (1, "0001", "generate"), (2, "0001", "a"), (3, "0002", "b"), (4, "0001", "generate"), (5, "0002", "c"),
+        (6, "0001", "generate"), (7, "0002", "a"), (8, "0001", "d"), (9, "0001", "b"),
+    )  # fmt: skip
+    changes = [(swap.generation, swap.before, swap.after) for swap in swaps(said)]
+    assert changes == [(3, "0001", "0002"), (8, "0002", "0001")]
+    assert [(p.first_id, p.last_id, p.adapter, p.generations) for p in series(said, 1)] == [
+        (1, 2, "0001", 2),
+        (4, 6, "0001", 2),
+        (3, 7, "0002", 3),
+        (8, 9, "0001", 2),
+    ]
 
 
 def test_what_another_server_answered_is_no_change_of_adapter_but_has_a_speed() -> None:

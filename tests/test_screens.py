@@ -95,7 +95,7 @@ def plain(text: str) -> str:
     for figure, masked in MASKED:
         screen = re.sub(figure, masked, screen)
     # The line break depends on the length of the speed, and the drafter on the time that lookups took.
-    return re.sub(r"# tokens/s[^›]*?(?:no\s+draft\s+model|as\s+fast\s+as\s+plain)", _decoded, screen)
+    return re.sub(r"# tokens/s[^›]*?\d\s+tokens\s+a\s+round,[^›]*?(?:nothing\s+drafted|accepted)", _decoded, screen)
 
 
 # History may draft a round now and then.
@@ -104,7 +104,7 @@ PLAIN = r"plain(, but for \d+ of \d+ rounds)?: no draft model"
 
 def _decoded(said: re.Match[str]) -> str:
     line = " ".join(said[0].split())
-    return re.sub(f"{PLAIN}|drafting [0-9.]+ tokens ahead.* as fast as plain", "HOW IT WAS DECODED", line)
+    return re.sub(f"({PLAIN}|drafting [0-9.]+ tokens ahead.* as fast as plain) · .*", "HOW IT WAS DECODED", line)
 
 
 def compare(name: str, screen: str) -> None:

@@ -82,6 +82,8 @@ def test_an_answer_shows_which_of_its_tokens_were_drafted(http: httpx.Client) ->
     told = {name: one["accepted"] for name, one in given["drafters"].items() if one["accepted"]}
     assert accepted == told
     assert sum(accepted.values()) == given["timings"]["draft_n_accepted"] > 0
+    tokens_a_round = (len(whole["tokens"]) - 1) / given["rounds"]
+    assert given["tokens_per_round"] == newest["tokens_per_round"] == pytest.approx(tokens_a_round)
     assert whole["tokens"][0]["drafter"] is None  # comes from the prompt's own pass
 
 

@@ -157,6 +157,7 @@ def test_the_dashboard_draws_fits_a_phone_and_its_buttons_promote_and_roll_back(
     show(browser, DESKTOP, "light")
     browser.find_element("css selector", f"[data-promote='{name}']").click()
     until(lambda: f"{name} in use" in text("#adapters"))
+    assert browser.execute_script("return document.activeElement.id") == "rollback"
     assert store.current_id() == name
     # The engine follows: the page names the adapter now in use.
     until(lambda: f"adapter {name}" in text("#now"))
@@ -397,11 +398,14 @@ def test_figures_say_what_they_leave_out_and_show_slow_speeds(server: Server, br
         figures["mean_draft_length"] = 0.4
     for point in found["series"]:
         point["acceptance_rate"] = None
+        point["tokens_per_second"] = 0.04
     found["positions"] = []
     for speed, text in ((0.26, "0.26"), (1.26, "1.3"), (9.97, "10"), (23.4, "23")):
         found["latest"]["tokens_per_second"] = speed
         browser.execute_script("showHistory(arguments[0])", found)
         assert browser.find_element("css selector", "#speed").text == text
+    slow = browser.find_element("css selector", "#tokens svg").get_attribute("aria-label")
+    assert "measured 0.04 at last, between 0.04 and 0.04" in slow
     others = "drafted only by trees, history or a grammar, which this figure leaves out"
     for place in ("drafted", "rate", "positions"):
         assert others in browser.find_element("css selector", f"#{place}").text

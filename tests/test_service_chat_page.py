@@ -120,6 +120,9 @@ def test_a_failed_or_stopped_request_leaves_the_conversation_as_it_was(server: S
     assert page.one("#talk li:last-child .note").text == "(no text) 1 token, 1.3 a second, nothing drafted"
     roles = browser.execute_script("return asked.at(-1).map(one => one.role)")
     assert roles == ["user", "assistant"] * 2 + ["user"]
+    browser.execute_script("take({said: talk.at(-1)}, {...chunk('', 'stop'), tokens_per_round: 2.345})")
+    note = page.one("#talk li:last-child .note").text
+    assert note == "(no text) 1 token, 1.3 a second, 2.35 a round, nothing drafted"
     # A stream that ends early is an error, and what it said is kept.
     page.chunks("[chunk('Once')]")
     page.say("Go on")
@@ -154,6 +157,25 @@ def test_leaving_the_chat_during_an_answer_loses_neither_question_nor_text(serve
     until(lambda: not page.idle())
     page.load(server.url)
     assert (page.texts(), page.typed()) == ([*WHOLE, "And now?", "Once more"], "question 1, changed\nhalf")
+
+
+def test_a_first_question_that_fails_does_not_lose_the_chat_before(server: Server, browser: Any) -> None:
+    show(browser, DESKTOP, "light")
+    page = ChatPage(browser, server.url)
+    page.one("#new").click()
+    page.chunks("null")
+    page.say("And now?")
+    until(lambda: page.idle() and page.one("#problem").text == "refused")
+    page.load(server.url)
+    page.one("#back").click()
+    assert page.texts() == WHOLE
+    page.one("#new").click()
+    page.chunks("[chunk('Once', 'stop')]")
+    page.one("#send").click()
+    until(lambda: page.texts() == ["And now?", "Once"])
+    browser.execute_script("finish()")
+    until(page.idle)
+    assert browser.execute_script("return left") is None
 
 
 def test_the_chat_scrolls_to_a_new_question_and_follows_its_answer(server: Server, browser: Any) -> None:

@@ -6,7 +6,6 @@ the latest figures, the time series and the changes of adapter.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -62,7 +61,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the time series: generations ``first_id`` to ``last_id``, all under one adapter.
+    """One point of the time series: ``generations`` of the ids ``first_id`` to ``last_id``, all under one adapter.
 
     Acceptance is None if nothing was drafted.
     """
@@ -174,32 +173,60 @@ def series(generations: Sequence[GenerationFigures], points: int = POINTS) -> tu
     """Acceptance and speed over time, in about ``points`` buckets of equally many generations; imported ones are left
     out.
 
-    A change of adapter ends a bucket early, so that no point mixes two adapters; there can then be more points.
+    A change of adapter ends all buckets early, and no point mixes two adapters; there can then be more points.
     """
     table = FiguresTable.of(generations)
-    places = np.flatnonzero(_measured(table))
+    places, changes = _begun(table, _measured(table)), _changes(table)
     size = max(1, -(-len(places) // points))
     buckets: list[list[int]] = []
-    for place in places.tolist():
-        if not buckets or len(buckets[-1]) == size or table.adapters[buckets[-1][-1]] != table.adapters[place]:
-            buckets.append([])
-        buckets[-1].append(place)
+    filling: dict[str | None, list[int]] = {}  # by adapter, since answers under two may alternate
+    for place in places:
+        adapter = table.adapters[place]
+        if place in changes:
+            filling.clear()
+        if adapter not in filling or len(filling[adapter]) == size:
+            filling[adapter] = []
+            buckets.append(filling[adapter])
+        filling[adapter].append(place)
+    buckets.sort(key=max)
     group = np.full(len(table), -1, np.int64)
     for number, bucket in enumerate(buckets):
         group[bucket] = number
     sums = table.sums(group, len(buckets))
-    return tuple(_point(table, bucket[0], bucket[-1], one) for bucket, one in zip(buckets, sums, strict=True))
+    return tuple(_point(table, min(bucket), max(bucket), one) for bucket, one in zip(buckets, sums, strict=True))
 
 
 def swaps(generations: Sequence[GenerationFigures]) -> tuple[Swap, ...]:
-    """The changes of adapter between consecutive generations, without those that another server answered and imported
-    ones."""
+    """The changes of adapter, without those that another server answered and imported ones."""
     table = FiguresTable.of(generations)
     return tuple(
-        Swap(table.ids[place], float(table.created[place]), table.adapters[before], table.adapters[place])
-        for before, place in itertools.pairwise(np.flatnonzero(_decoded(table)).tolist())
-        if table.adapters[before] != table.adapters[place]
+        Swap(table.ids[place], float(table.created[place]), before, table.adapters[place])
+        for place, before in _changes(table).items()
     )
+
+
+def _begun(table: FiguresTable, which: npt.NDArray[np.bool_]) -> list[int]:
+    """The places of these generations in the order in which they began. Their ids are in the order of their ends."""
+    places = np.flatnonzero(which)
+    return places[np.argsort(table.created[places], kind="stable")].tolist()  # type: ignore[no-any-return]
+
+
+def _changes(table: FiguresTable) -> dict[int, str | None]:
+    """The place of the first generation after each change of adapter, with the adapter before.
+
+    A session that continues under its adapter shows no change: its process may not have swapped, as ``generate`` beside
+    a server."""
+    found: dict[int, str | None] = {}
+    sessions: dict[str, str | None] = {}
+    current: str | None = None
+    for place in _begun(table, _decoded(table)):
+        session, adapter = table.sessions[place], table.adapters[place]
+        if session in sessions and sessions[session] == adapter:
+            continue
+        if sessions and adapter != current:
+            found[place] = current
+        sessions[session] = current = adapter
+    return found
 
 
 def _decoded(table: FiguresTable) -> npt.NDArray[np.bool_]:

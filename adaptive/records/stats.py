@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from adaptive.printable import counted
 from adaptive.types import Round
@@ -169,6 +170,18 @@ def in_words(counts: Iterable[RoundCount]) -> str:
         f"{tokens:.2f} tokens a round, {stats.draft_acceptance_rate:.0%} of "
         f"{counted(stats.num_draft_tokens, 'drafted token')} accepted"
     )
+
+
+def figures_object(rounds: Iterable[Round]) -> dict[str, Any]:
+    """The figures of an answer's rounds in JSON: of all of them, of those that drafted, of each drafter."""
+    known = tuple(rounds)
+    counts = count_rounds(known)
+    return {
+        "rounds": len(known),
+        "tokens_per_round": tokens_per_round(counts),
+        "speculative_decoding": asdict(stats_of_counts(counts)),
+        "drafters": {name: asdict(one) for name, one in by_drafter(known).items()},
+    }
 
 
 def acceptance_by_position(counts: Iterable[RoundCount]) -> tuple[PositionAcceptance, ...]:

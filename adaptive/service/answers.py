@@ -23,6 +23,7 @@ from adaptive.records.deletion import begun, delete_answers
 from adaptive.records.holders import Held
 from adaptive.records.log import Log, LoggedGeneration
 from adaptive.records.origins import origins
+from adaptive.records.stats import count_rounds, tokens_per_round
 from adaptive.service.api import Api
 from adaptive.service.engine import Work
 from adaptive.service.peers import same_user
@@ -168,6 +169,7 @@ def _line(logged: LoggedGeneration) -> dict[str, Any]:
         "tokens_per_second": one.timings.per_second or None,
         "drafted": sum(r.drafted for r in one.rounds),
         "accepted": sum(r.accepted for r in one.rounds),
+        "tokens_per_round": tokens_per_round(count_rounds(one.rounds)),
     }
 
 

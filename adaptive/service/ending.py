@@ -9,7 +9,7 @@ from adaptive.assistant import Assistant
 from adaptive.decoding.loop import Decoding
 from adaptive.errors import AdaptiveError, ContextFullError, first_line, out_of_memory
 from adaptive.grammar import GrammarError
-from adaptive.printable import counted
+from adaptive.printable import counted, per_second
 from adaptive.records.stats import count_rounds, in_words
 from adaptive.service.jobs import Failed
 from adaptive.speculation import Speculation
@@ -52,6 +52,6 @@ def line(done: Decoding, how: Speculation) -> str:
     timings = done.timings
     read, said = counted(timings.prompt_n, "prompt token"), counted(timings.predicted_n, "token")
     return (
-        f"{read} and {timings.cached_n} cached, {said} at {timings.per_second:.0f}/s, {done.finish_reason}; "
+        f"{read} and {timings.cached_n} cached, {said} at {per_second(timings.per_second)}/s, {done.finish_reason}; "
         f"{how.sentence}; {in_words(count_rounds(done.rounds))}"
     )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
-from adaptive.records.stats import by_drafter, speculative_stats
+from adaptive.records.stats import figures_object
 from adaptive.service.jobs import Answer
 
 
@@ -25,8 +24,8 @@ def usage(answers: Sequence[Answer], n: int = 1) -> dict[str, Any]:
 
 
 def figures(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Timings in milliseconds and acceptance, over all answers of the request."""
-    stats = speculative_stats(outcome for a in answers for outcome in a.rounds)
+    """Timings in milliseconds and how they were decoded, over all answers of the request."""
+    rounds = [outcome for a in answers for outcome in a.rounds]
     seconds = sum(a.timings.predicted_s for a in answers)
     timed = sum(a.timings.predicted_n - 1 for a in answers if a.timings.predicted_s > 0)
     return {
@@ -37,10 +36,9 @@ def figures(answers: Sequence[Answer]) -> dict[str, Any]:
             "predicted_n": sum(a.timings.predicted_n for a in answers),
             "predicted_ms": 1000 * seconds,
             "predicted_per_second": timed / seconds if seconds > 0 else 0.0,
-            "draft_n": stats.num_draft_tokens,
-            "draft_n_accepted": stats.num_accepted_draft_tokens,
+            "draft_n": sum(outcome.drafted for outcome in rounds),
+            "draft_n_accepted": sum(outcome.accepted for outcome in rounds),
         },
-        "speculative_decoding": asdict(stats),
-        "drafters": {name: asdict(one) for name, one in by_drafter(r for a in answers for r in a.rounds).items()},
+        **figures_object(rounds),
         "adapter": answers[-1].adapter if answers else None,
     }

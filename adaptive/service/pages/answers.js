@@ -51,8 +51,9 @@ async function showOlder() {
 }
 
 function place(more) {
-  at("older").hidden = !more;
-  at("no-answers").hidden = at("answers-list").childElementCount > 0;
+  const some = at("answers-list").childElementCount > 0;
+  at("older").hidden = !more || !some;
+  at("no-answers").hidden = some;
 }
 
 function rowOf(one) {
@@ -64,15 +65,16 @@ function rowOf(one) {
   const forget = made("button", "Forget", "quiet"), session = made("button", "Forget its session", "quiet");
   named(forget, open.textContent);
   named(session, one.session);
-  forget.onclick = () => act(() => forgetAnswer(one));
-  session.onclick = () => act(() => forgetSession(one));
+  forget.onclick = () => act(() => forgetAnswer(one, row));
+  session.onclick = () => act(() => forgetSession(one, row));
   const buttons = made("span");
   buttons.append(forget, session);
   head.append(open, buttons);
   const speed = one.tokens_per_second ? `, ${rate(one.tokens_per_second)} a second` : "";
+  const each = one.tokens_per_round ? `, ${one.tokens_per_round.toFixed(2)} a round` : "";
   const drafted = one.drafted ? `, ${one.accepted} of ${one.drafted} drafted tokens accepted` : ", nothing drafted";
   row.append(head, made("div", `${new Date(1000 * one.created).toLocaleString()} · session ${one.session} · `
-    + `${count(one.tokens, "token", "tokens")}${speed}${drafted}`, "soft"));
+    + `${count(one.tokens, "token", "tokens")}${speed}${each}${drafted}`, "soft"));
   return row;
 }
 
@@ -129,18 +131,27 @@ function confirmed(what) {
   return new Promise(done => { box.onclose = () => done(box.returnValue === "yes"); });
 }
 
-async function forgetAnswer(one) {
+// Delete what a path names, with its row. The focus, if that row had it, moves to the next one.
+async function forget(path, row) {
+  const after = [];
+  for (let next = row.nextElementSibling; next; next = next.nextElementSibling) after.push(next);
+  await call(path, {method: "DELETE"});
+  await showAnswers(true);
+  if (document.activeElement !== document.body) return;
+  const next = after.find(one => one.isConnected);
+  (next ? next.querySelector("button.quiet") : at("answers-title")).focus();
+}
+
+async function forgetAnswer(one, row) {
   const found = await call(`adaptive/answers/${one.id}/holders`);
   const with_it = found.held_by.length ? `, and ${count(found.held_by.length, "later answer that holds", "later answers that hold")} it in the conversation before` : "";
   if (!await confirmed(`Forget this answer and its question${with_it}?`)) return;
-  await call(`adaptive/answers/${one.id}`, {method: "DELETE"});
-  await showAnswers(true);
+  await forget(`adaptive/answers/${one.id}`, row);
 }
 
-async function forgetSession(one) {
+async function forgetSession(one, row) {
   const path = "adaptive/sessions/" + encodeURIComponent(one.session);
   const found = await call(path);
   if (!await confirmed(`Forget the session ${one.session}, ${count(found.answers, "answer", "answers")}?`)) return;
-  await call(path, {method: "DELETE"});
-  await showAnswers(true);
+  await forget(path, row);
 }

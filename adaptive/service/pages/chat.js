@@ -10,7 +10,7 @@ let session = sessionStorage.getItem("session") || newSession();
 // The answer in progress: {stop: its AbortController, before: the conversation without it, asked: the question if `before`
 // lacks it, said: its message, begun: a token has arrived, ended: its reason to end has arrived}.
 let running = null;
-// The conversation before "New chat", until a question is asked in the new one: [talk, session].
+// The conversation before "New chat", until a question is answered in the new one: [talk, session].
 let left = JSON.parse(sessionStorage.getItem("left") || "null");
 const items = new WeakMap();  // by message: its element
 // Milliseconds before a retry while the models are loaded.
@@ -144,7 +144,6 @@ function edit(item, message) {
 // Ask a question. `instead` is an earlier one that it replaces, with all messages after it.
 function say(text, instead) {
   const before = talk;
-  left = null;
   talk = [...talk.slice(0, instead ? talk.indexOf(instead) : talk.length), {role: "user", content: text}];
   answer(before, text, instead !== undefined);
 }
@@ -211,6 +210,7 @@ function take(run, chunk) {
       run.ended = true;
     }
     run.begun ||= Boolean(content || thought || choice.finish_reason);
+    if (run.begun) left = null;
     place.querySelector(".note").textContent = said.note;
   }
   if (low) scrollTo(0, document.body.scrollHeight);
@@ -219,9 +219,11 @@ function take(run, chunk) {
 // The figures of an answer, in words.
 function figuresOf(chunk, reason) {
   const {predicted_n: tokens, predicted_per_second: speed, draft_n: drafted, draft_n_accepted: accepted} = chunk.timings;
+  const each = chunk.tokens_per_round;
+  const speeds = (speed ? `, ${rate(speed)} a second` : "") + (each ? `, ${each.toFixed(2)} a round` : "");
   const how = drafted ? `${accepted} of ${drafted} drafted tokens accepted` : "nothing drafted";
   const cut = reason === "length" ? "; cut at the server's limit of tokens" : "";
-  return `${tokens} token${tokens === 1 ? "" : "s"}${speed ? `, ${rate(speed)} a second` : ""}, ${how}${cut}`;
+  return `${tokens} token${tokens === 1 ? "" : "s"}${speeds}, ${how}${cut}`;
 }
 
 at("ask").onsubmit = event => {

@@ -4,11 +4,11 @@
 
 const at = id => document.getElementById(id);
 const percent = x => x === null ? "–" : (100 * x).toFixed(0) + "%";
-const plain = x => x >= 10 ? x.toFixed(0) : String(Number(x.toFixed(1)));
-percent.unit = .01;
-plain.unit = .1;
 // Tokens per second.
 const rate = x => x.toFixed(x >= 9.95 ? 0 : x >= .995 ? 1 : 2);
+// The same without zeros at its end, for a plot.
+const plain = x => String(Number(rate(x)));
+percent.unit = plain.unit = .01;
 const count = (n, one, several) => `${n} ${n === 1 ? one : several}`;
 
 // Seconds in the largest unit of which these are two or more.
@@ -97,6 +97,7 @@ function showAdapters(list, change = null) {
     said: "Seconds of training: " + trained.map(a => `adapter ${a.id} ${a.train_seconds.toFixed(0)}`).join(", "),
     bars: trained.map(a => ({name: a.id, value: a.train_seconds,
       about: `adapter ${a.id}: ${a.train_seconds.toFixed(0)} s on ${a.device}, ${count(a.trained_on.generations, "answer", "answers")}`}))});
+  const focused = document.activeElement?.dataset.promote;
   at("no-adapters").hidden = list.length > 0;
   at("adapters").closest("table").hidden = list.length === 0;
   at("adapters").replaceChildren(...list.slice().reverse().map(a => {
@@ -119,6 +120,7 @@ function showAdapters(list, change = null) {
     cell(a.reason + (a.speed ? " · " + a.speed : "")).className = "why";
     return row;
   }));
+  if (focused) (document.querySelector(`[data-promote="${focused}"]`) || at("rollback")).focus();
 }
 
 // found: {memory: [{name, bytes}], disk: [{name, bytes}], memory_free, disk_free, folder}
