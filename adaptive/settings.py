@@ -205,7 +205,7 @@ class _Files(TomlConfigSettingsSource):
 
     def _read_file(self, file_path: Any) -> dict[str, Any]:
         toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-        found = toml.loads(file_path.read_text(encoding="utf-8-sig"))
+        found: dict[str, Any] = toml.loads(file_path.read_text(encoding="utf-8-sig"))
         folder = file_path.resolve().parent
         for name in (*PLACES, *MODELS) if folder != Path.cwd() else ():
             if isinstance(found.get(name), str):

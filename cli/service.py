@@ -193,10 +193,11 @@ def _checked(words: list[str]) -> list[str]:
             "--api-key would stand in the service's file and in the list of processes; write the key into a file and "
             "give --api-key-file FILE"
         )
-    said = {name: value for name, value in given.items() if name in Settings.model_fields and value not in (None, ())}
+    named = {name: value for name, value in given.items() if name in Settings.model_fields and value not in (None, ())}
     file = given["config"]
+    written = written_in(config_files(file)[0]) if file else {}
     # Neither this environment nor the current folder's file is the service's.
-    change_settings(Settings.model_construct(), {**(written_in(config_files(file)[0]) if file else {}), **said})
+    change_settings(Settings.model_construct(), {**written, **named})
     return words
 
 

@@ -420,7 +420,10 @@ def test_mistakes_are_one_line(adaptive: Any, own_home: Path, tmp_path: Path) ->
         (("--upstream", "http://127.0.0.1:9", "--encoding", "q4"), "--encoding is 'q4'"),
         (("--upstream", "http://127.0.0.1:9", "--api-key-file", str(key)), "holds no key"),
         (("--upstream", "http://127.0.0.1:9", "--api-key-file", str(empty)), "holds no key"),
-        (("--engine", "vllm", "--api-key-file", "nowhere"), "nowhere cannot be read: No such file or directory\n"),
+        (
+            ("--upstream", "http://127.0.0.1:9", "--api-key-file", "nowhere"),
+            "nowhere cannot be read: No such file or directory\n",
+        ),
     ):
         status, _, errors = adaptive("publish", *arguments)
         assert status == 2
