@@ -47,8 +47,6 @@ logger = logging.getLogger("adaptive.trainer")
 LOOK_S = 0.5
 # Seconds after a run that failed before the next one; doubled with each consecutive failure, up to the second number.
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 30.0, 3600.0
-# Newest logged answers from which live acceptance is restored after a restart.
-REMEMBERED = 200
 # Seconds that a worker may take to stop: one pass of a large draft, and writing a candidate.
 STOP_S = 5.0
 
@@ -98,7 +96,7 @@ class Trainer:
         self._quiet_since = time.monotonic()
         self._last_run: str | None = None
         self._doubts = Doubts(self.store, state.doubts, self._warn)
-        self._remembered = self._answered = False  # ``_answered``: an answer has been seen since the start
+        self._remembered = False
         self._reviewing = self._put_off = False  # ``_put_off``: the last run was a review that failed
         self._seen = self._newest = self._read_until = 0  # ids: trained up to, newest, newest at the start of this run
         self._failures = 0
@@ -138,7 +136,6 @@ class Trainer:
 
     def answered(self, adapter: str | None, rounds: tuple[Round, ...]) -> None:
         """See ``Listener.answered``."""
-        self._answered = True
         self._watch.observe(adapter, count_rounds(rounds))
 
     @property
@@ -183,18 +180,13 @@ class Trainer:
 
     def _remember(self, log: Log) -> None:
         """Restore from the store and the log, until that has succeeded once: the newest record trained on, and live
-        acceptance, unless there were answers meanwhile, which are newer."""
+        acceptance."""
         if self._remembered:
             return
         self._newest = log.last_id()
         self._doubts.remember(self._newest)
         self._seen = max(self._seen, self._trained_until())
-        remembered = log.figures(REMEMBERED)
-        seeded = log.seeded(min(remembered.ids, default=1) - 1)  # left out, as for live answers
-        for figures in remembered if not self._answered else ():
-            if figures.id > self._doubts.now.settled and figures.id not in seeded:
-                own = figures.rounds if figures.own is None else figures.own
-                self._watch.observe(figures.adapter, own)
+        self._watch.restore(log, self.store.current_id(), self._doubts.now.settled)
         self._remembered = True
 
     def _trained_until(self) -> int:
