@@ -36,7 +36,7 @@ from checkpoints.folder import (
     verify_folder,
 )
 from checkpoints.in_use import CURRENT, InUse
-from checkpoints.manifest import BaseDraft, HeldOut, Kind, Manifest, TrainedOn
+from checkpoints.manifest import NOT_JUDGED, BaseDraft, HeldOut, Kind, Manifest, TrainedOn
 from checkpoints.trained import Trained, read_pruned, write_pruned
 
 __all__ = ["AdapterStore", "DamagedAdapter", "InUseChanged", "NewAdapter", "training_seconds"]
@@ -68,7 +68,7 @@ class NewAdapter:
     device: str = "cpu"
     recent: HeldOut | None = None
     older: HeldOut | None = None
-    reason: str = "not judged yet"
+    reason: str = NOT_JUDGED
     kind: Kind = "lora"
 
 

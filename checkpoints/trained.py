@@ -20,8 +20,8 @@ PRUNED = "PRUNED"
 
 @dataclass(frozen=True)
 class Trained:
-    """An adapter's id, the seconds of its training, the newest log record that it was trained on (0: none), whether the
-    gate judged it, and whether it was ever in use."""
+    """An adapter's id, the seconds of its training, the newest log record that it was trained on (0: none), whether it
+    was judged, and whether it was ever in use."""
 
     id: str
     seconds: float
@@ -36,7 +36,7 @@ class Trained:
             manifest.id,
             manifest.train_seconds,
             manifest.trained_on.last_id or 0,
-            judged=manifest.recent is not None,
+            judged=manifest.judged,
             promoted=manifest.status in ("promoted", "rolled_back"),
         )
 

@@ -293,7 +293,8 @@ def test_what_is_pruned_still_counts_as_training_and_its_records_as_used(tmp_pat
     runs = [(10.0, None, 900), (30.0, judged, 900), (5.0, None, 40), (20.0, judged, None), (7.0, judged, 50)]
     for seconds, held, last in runs:  # the second run continued the first, the fourth the third
         trained_on = replace(NEW.trained_on, last_id=last)
-        store.publish(write, replace(NEW, train_seconds=seconds, recent=held, trained_on=trained_on))
+        new = replace(NEW, train_seconds=seconds, recent=held, trained_on=trained_on, reason="made by the test")
+        store.publish(write, new)
     assert training_seconds(store) == 57.0
     assert store.last_record() == 900
     before = store.trained()

@@ -190,7 +190,7 @@ def test_answers_that_another_process_has_trained_on_are_not_new(taught: Taught)
     with training(taught) as trainer:
         until(lambda: f"{ANSWERS} new answers; the assistant is in use" in trainer.status.reason, trainer)
         judged = HeldOut(10, 900, 4, *[Interval(0.5, 0.4, 0.6)] * 5)
-        new = replace(NEW, recent=judged, trained_on=TrainedOn(1, ANSWERS, ANSWERS, 5000, {}))
+        new = replace(NEW, recent=judged, trained_on=TrainedOn(1, ANSWERS, ANSWERS, 5000, {}), reason="kept, as asked")
         AdapterStore(taught.state.adapters).publish(write, new)
         trainer.idle()
         until(lambda: "0 new answers" in trainer.status.reason, trainer)
