@@ -234,8 +234,8 @@ class Trainer:
         if useless is not None:
             self._warn(useless)
             return "waiting", useless
-        if new < self.settings.distill_after and not self._doubts.due(self._newest):
-            return "waiting", f"{new} new answers of the {self.settings.distill_after} that a training run needs"
+        if new < self._needed() and not self._doubts.due(self._newest):
+            return "waiting", f"{new} new answers of the {self._needed()} that a training run needs"
         if not self._in_window():
             return "waiting", f"{new} new answers; training runs {self.settings.distill} only"
         in_use = self._busy or quiet < self.settings.distill_idle_seconds or self._others_answer()
@@ -253,6 +253,9 @@ class Trainer:
         """Whether another process on this folder answers somebody, or did a moment ago."""
         return self._presence.others(max(self.settings.distill_idle_seconds, 2 * LOOK_S))
 
+    def _needed(self) -> int:
+        return self._doubts.needed(self._seen, self.settings.distill_after)
+
     def _in_window(self) -> bool:
         window = training_window(self.settings.distill)
         if window is None:
@@ -263,7 +266,7 @@ class Trainer:
 
     def _review_is_next(self) -> bool:
         """Whether a review comes before training: if it is due, and if it has not just failed while training is due."""
-        trains = self._newest - self._seen >= self.settings.distill_after
+        trains = self._newest - self._seen >= self._needed()
         return self._doubts.due(self._newest) and not (self._put_off and trains)
 
     def _begin(self) -> None:
@@ -339,7 +342,7 @@ class Trainer:
         elif report.stage != "stopped":
             self.runs += report.stage == "done"
             self._seen = self._read_until if report.until is None else report.until
-            self._doubts.trained(self._seen, self._newest)
+            self._doubts.trained(self._seen, self._newest, report.more or 0)
             if report.promoted:
                 self._doubts.promoted()
         logger.info("training run: %s", report.message)
