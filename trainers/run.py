@@ -13,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -156,6 +157,9 @@ def distill(
         if figures is not None:
             verdict = judge(*figures, streak=_streak(store, manifest))
         manifest = _settle(store, manifest, verdict, promotion, current)
+    elif not result.stopped and processes.first():
+        with suppress(AdaptiveError):  # the result does not depend on it
+            store.kept_nothing(result.seconds)
     if kept is not None and not result.stopped:
         kept.forget()
     return DistillOutcome(
