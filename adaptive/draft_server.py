@@ -37,6 +37,7 @@ from adaptive.service.guard import JSON, Guard
 from adaptive.service.server import GRACE_S, address, listen, server_config, until_signalled, with_key
 from adaptive.settings import Settings
 from adaptive.state import open_state
+from adaptive.swapper import EXHAUSTED
 from adaptive.tokens import as_list, common_prefix
 from adaptive.types import SamplingParams
 from adaptive.vocabulary import Vocabulary, vocabulary_of
@@ -256,7 +257,7 @@ class Promoted:
         self._next = time.monotonic() + LOOK_S
         try:
             self._look()
-        except (AdaptiveError, OSError, RuntimeError, MemoryError) as error:  # also if memory or files run out
+        except (AdaptiveError, *EXHAUSTED) as error:  # also if memory or files run out
             self._next = time.monotonic() + AGAIN_S
             problem, adapter = first_line(error), self._drafts.adapter or "none"
             if problem not in self._unread:
@@ -281,7 +282,7 @@ class Promoted:
                 self._drafts.use_adapter(name, folder)
                 logger.info("now drafting with adapter %s", name or "none")
             except AdaptiveError as error:
-                if isinstance(error.__cause__, OSError):  # the store has just read it all, so this passes
+                if isinstance(error.__cause__, EXHAUSTED):  # the store has just read it all, so this passes
                     raise
                 logger.warning("adapter: %s; adapter %s is used", error, self._drafts.adapter or "none")
         if unreadable:

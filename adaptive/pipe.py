@@ -56,7 +56,8 @@ class Order:
 @dataclass(frozen=True)
 class Report:
     """The state of a training run: ``share`` is the completed share, 0 to 1; ``adapter`` the adapter it has made;
-    ``until`` the newest record that it has read, if that is known. Of a review: ``adapter`` is that of the best draft,
+    ``until`` the newest record that it has read, if that is known; ``more`` the number of answers that one that was
+    refused lacks, about, if that is known. Of a review: ``adapter`` is that of the best draft,
     None for the plain one; ``better``: than the adapter ``compared``, which was in use when it began."""
 
     stage: Stage
@@ -67,6 +68,7 @@ class Report:
     adapter: str | None = None
     promoted: bool = False
     until: int | None = None
+    more: int | None = None
     better: bool = False
     compared: str | None = None
 

@@ -4,7 +4,7 @@ In: the adapter store, which any process may change. Out: calls of the assistant
 adapter is verified and read on a thread of its own, while the draft drafts with its old weights, and then merged in
 slices between rounds, without the draft. A damaged or incompatible adapter is skipped and reported once; decoding
 continues. While the store or the adapter cannot be read, the one in use stays, or the one before it is used, and it is
-looked at again.
+looked at again. So is one for whose merging memory is short; meanwhile there is none.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ WAIT_S = 0.015
 # promoted during a short shortage of file descriptors comes into use late. Too low: a large one, for which there is no
 # memory, is read again and again.
 AGAIN_S = 30.0
-# What reading may raise, beside AdaptiveError, if memory, threads or file descriptors run out.
+# What reading may raise, beside AdaptiveError, and what causes that of merging, if memory, threads or file descriptors
+# run out.
 EXHAUSTED = (OSError, RuntimeError, MemoryError)
 
 
@@ -79,6 +80,7 @@ class Swapper:
         self._unread: set[str] = set()  # reported reasons why something could not be read
         self._merging: str | None = None  # the value of CURRENT that began the swap
         self._looked = 0.0
+        self._put_off = False  # the last look and swap could not be completed, and come again
         self._first = True
         self._reading: Future[_Read] | None = None
         self._began, self._seconds, self._slices = 0.0, 0.0, 0
@@ -90,6 +92,8 @@ class Swapper:
         self._go_on(float("inf"))
         while self._look(None):
             self._go_on(float("inf"))
+            if self._put_off:
+                break
         self._go_on(float("inf"))
         return self.assistant.adapter != before
 
@@ -136,6 +140,7 @@ class Swapper:
     def _again_later(self, *problems: str) -> None:
         """Look again in AGAIN_S. Each problem is said once."""
         self._looked = time.perf_counter() + AGAIN_S - LOOK_S
+        self._put_off = True
         for problem in problems:
             if problem not in self._unread:
                 self._unread.add(problem)
@@ -148,6 +153,7 @@ class Swapper:
         if self.assistant.pair.draft is None or (known and not self._first):
             return None
         self._began, self._seconds, self._slices = time.perf_counter(), 0.0, 1
+        self._put_off = False
         thread = ThreadPoolExecutor(1, "adapter")
         reading = thread.submit(self._read, self.assistant.pair.draft)
         thread.shutdown(wait=False)  # ends when the adapter is read
@@ -193,11 +199,11 @@ class Swapper:
     def _go_on(self, seconds: float) -> bool:
         if not self.assistant.swapping:
             return True
-        began = time.perf_counter()
+        began, before = time.perf_counter(), self.assistant.adapter
         try:
             finished = self.assistant.finish_swap(seconds)
         except AdaptiveError as error:
-            self._refuse(self._merging, error)
+            self._failed(error, before)
             return True
         self._seconds += time.perf_counter() - began
         self._slices += 1
@@ -216,6 +222,16 @@ class Swapper:
             1000 * (now - self._began),
         )
         self.on_swap()
+
+    def _failed(self, error: AdaptiveError, before: str | None) -> None:
+        """An adapter could not be merged, so that none is in use now, after ``before``."""
+        self.expected = None
+        if isinstance(error.__cause__, EXHAUSTED):
+            self._again_later(f"{error}; adapter none is used")
+        else:
+            self._refuse(self._merging, error)
+        if before is not None:
+            self.on_swap()
 
     def _refuse(self, name: str | None, error: AdaptiveError) -> None:
         self._refused = name

@@ -21,7 +21,7 @@ from pathlib import Path
 from checkpoints import files
 from checkpoints.contents import ids, is_id, manifests, small_file
 from checkpoints.folder import MANIFEST, DamagedAdapter, read_manifest, verify_folder
-from checkpoints.manifest import Manifest, Status
+from checkpoints.manifest import INTERRUPTED, Manifest, Status
 
 CURRENT = "CURRENT"
 PREVIOUS = "PREVIOUS"
@@ -107,7 +107,7 @@ class InUse:
         in_use = {current, *self.previous()}
         for manifest in known:
             if manifest.status == "promoted" and manifest.id not in in_use:
-                self.write_status(manifest.id, "candidate", "its promotion was interrupted")
+                self.write_status(manifest.id, "candidate", INTERRUPTED)
 
     def write_status(self, name: str, status: Status, reason: str) -> Manifest:
         """Write the status of an adapter into its manifest, and return that."""

@@ -10,6 +10,10 @@ Status = Literal["candidate", "promoted", "rejected", "rolled_back"]
 # Kind of adapter: LoRA matrices for a draft's weights, or all weights of a head on the target's hidden states.
 Kind = Literal["lora", "head"]
 
+# Reasons of a candidate whose run was ended, by a kill or a full disk, before it had drawn the consequences of the
+# figures: as published, and after half a promotion.
+NOT_JUDGED, INTERRUPTED = "not judged yet", "its promotion was interrupted"
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -80,6 +84,12 @@ class Manifest:
     older: HeldOut | None
     files: dict[str, str]
     kind: Kind = "lora"
+
+    @property
+    def judged(self) -> bool:
+        """Whether the gate has judged it and its run has ended as it should. Else the run begins or goes on anew, with
+        the same records."""
+        return self.recent is not None and not (self.status == "candidate" and self.reason in (NOT_JUDGED, INTERRUPTED))
 
     @property
     def vocabulary(self) -> str | None:

@@ -36,8 +36,8 @@ from checkpoints.folder import (
     verify_folder,
 )
 from checkpoints.in_use import CURRENT, InUse
-from checkpoints.manifest import BaseDraft, HeldOut, Kind, Manifest, TrainedOn
-from checkpoints.trained import Trained, read_pruned, write_pruned
+from checkpoints.manifest import NOT_JUDGED, BaseDraft, HeldOut, Kind, Manifest, TrainedOn
+from checkpoints.trained import Trained, read_pruned, read_unkept, write_pruned, write_unkept
 
 __all__ = ["AdapterStore", "DamagedAdapter", "InUseChanged", "NewAdapter", "training_seconds"]
 
@@ -68,7 +68,7 @@ class NewAdapter:
     device: str = "cpu"
     recent: HeldOut | None = None
     older: HeldOut | None = None
-    reason: str = "not judged yet"
+    reason: str = NOT_JUDGED
     kind: Kind = "lora"
 
 
@@ -190,6 +190,12 @@ class AdapterStore:
             if over is not None and before not in over:
                 raise InUseChanged(f"adapter {before or 'none'} has come into use; {name} does not replace it")
             return self._in_use.promote(name, reason)
+
+    def kept_nothing(self, seconds: float) -> None:
+        """Note a training run of so many seconds that has published no adapter, for ``training_seconds``."""
+        with self._changing():
+            known, newest = read_unkept(self.root), max(map(number, numbered(self.root)), default=0)
+            write_unkept(self.root, known | {newest: known.get(newest, 0.0) + seconds})
 
     def reject(self, name: str, reason: str) -> Manifest:
         """Mark an adapter as rejected. Raises AdaptiveError for the one in use, or an unknown id."""
@@ -422,17 +428,19 @@ class AdapterStore:
 
 
 def training_seconds(store: AdapterStore) -> float:
-    """Seconds of training of all adapters of the store, rejected and pruned ones included.
+    """Seconds of all training runs of the store, those of rejected and pruned adapters and of none included.
 
     An adapter that was not judged comes from a run that was stopped. Its seconds include those of the runs that it
     continued, and are part of those of the run that continues it.
     """
+    runs = [(int(one.id), one.judged, one.seconds) for one in store.trained()]
+    runs += [(newest, True, seconds) for newest, seconds in read_unkept(store.root).items()]
     total = since = 0.0
-    for one in store.trained():
-        if one.judged:
-            total, since = total + one.seconds, 0.0
+    for _, over, seconds in sorted(runs, key=lambda run: run[0]):  # those of none stay behind the adapter before them
+        if over:
+            total, since = total + seconds, 0.0
         else:
-            since = max(since, one.seconds)
+            since = max(since, seconds)
     return total + since
 
 

@@ -1,7 +1,8 @@
 """What sums and counts over all adapters of a pair need of each one, also after it has been pruned.
 
-In: manifests. Out: ``Trained``, and the file ``PRUNED`` of the store with one line of JSON for each pruned adapter.
-A line that cannot be read is passed over.
+In: manifests. Out: ``Trained``, and two files of the store. ``PRUNED`` has one line of JSON for each pruned adapter; a
+line that cannot be read is passed over. ``UNKEPT`` is a JSON object with the seconds of the runs that kept no adapter,
+by the number of the newest adapter before them; one that cannot be parsed is empty.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from checkpoints import files
 from checkpoints.contents import small_file
 from checkpoints.manifest import Manifest
 
-PRUNED = "PRUNED"
+PRUNED, UNKEPT = "PRUNED", "UNKEPT"
 
 
 @dataclass(frozen=True)
 class Trained:
-    """An adapter's id, the seconds of its training, the newest log record that it was trained on (0: none), whether the
-    gate judged it, and whether it was ever in use."""
+    """An adapter's id, the seconds of its training, the newest log record that it was trained on (0: none), whether it
+    was judged, and whether it was ever in use."""
 
     id: str
     seconds: float
@@ -36,7 +37,7 @@ class Trained:
             manifest.id,
             manifest.train_seconds,
             manifest.trained_on.last_id or 0,
-            judged=manifest.recent is not None,
+            judged=manifest.judged,
             promoted=manifest.status in ("promoted", "rolled_back"),
         )
 
@@ -50,6 +51,20 @@ def read_pruned(root: Path) -> list[Trained]:
 def write_pruned(root: Path, pruned: Iterable[Trained]) -> None:
     """Replace the file atomically. Raises OSError."""
     files.replace_text(root, root / PRUNED, "".join(f"{json.dumps(asdict(one))}\n" for one in pruned))
+
+
+def read_unkept(root: Path) -> dict[int, float]:
+    """The seconds of the runs that kept no adapter, by the newest adapter before them. Raises UnreadableStore."""
+    try:
+        said = json.loads(small_file(root / UNKEPT) or "{}")
+        return {int(newest): float(seconds) for newest, seconds in said.items()}
+    except (ValueError, TypeError, AttributeError):
+        return {}
+
+
+def write_unkept(root: Path, seconds: dict[int, float]) -> None:
+    """Replace the file atomically. Raises OSError."""
+    files.replace_text(root, root / UNKEPT, json.dumps(seconds))
 
 
 def _parsed(line: str) -> Trained | None:

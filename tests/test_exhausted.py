@@ -271,6 +271,17 @@ def test_a_draft_server_without_file_descriptors_keeps_its_adapter(
     look()
     assert drafts.adapter == names[1]
 
+    def burst(changed: frozenset[str]) -> None:
+        engine.adapter.listeners.remove(burst)  # type: ignore[attr-defined]
+        raise MemoryError("no room")
+
+    store.promote(names[0], "by hand")
+    engine.adapter.listeners.append(burst)  # type: ignore[attr-defined]
+    look()
+    assert drafts.adapter is None
+    look()
+    assert drafts.adapter == names[0]
+
 
 def told(server: Server) -> int:
     """How often a server said that its adapter stays; its lines are as wide as a terminal."""

@@ -153,8 +153,7 @@ def test_what_came_is_told_by_the_adapters_own_answers(tmp_path: Path) -> None:
     rounds = [(None, 0.02)] * 60 + [("0002", 0.01)] * 10 + [(None, 0.02)] * 40 + [("0002", 0.01)] * 40
     write_log(path, [answered(n, adapter, round_s) for n, (adapter, round_s) in enumerate(rounds)])
     with Log(path) as log:
-        own = {one.id for one in log.figures() if one.adapter == "0002"}
-        found = checked(Promotion("0002", 0.0, 60, 1.5, 1.5), log.spent(), own)
+        found = checked(Promotion("0002", 0.0, 60, 1.5, 1.5), log.spent(), log.ids_under("0002"))
     assert found is not None
     assert found.came == pytest.approx(0.3 / 0.2, rel=0.02)
     assert found.answers == 40

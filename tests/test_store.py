@@ -291,21 +291,27 @@ def test_prune_keeps_the_newest_the_one_in_use_and_its_fallback(tmp_path: Path) 
 def test_what_is_pruned_still_counts_as_training_and_its_records_as_used(tmp_path: Path) -> None:
     store, judged = AdapterStore(tmp_path / "adapters"), HeldOut(10, 900, 4, *[Interval(0.5, 0.4, 0.6)] * 5)
     runs = [(10.0, None, 900), (30.0, judged, 900), (5.0, None, 40), (20.0, judged, None), (7.0, judged, 50)]
-    for seconds, held, last in runs:  # the second run continued the first, the fourth the third
+    for seconds, held, last in runs:  # the second run continued the first
         trained_on = replace(NEW.trained_on, last_id=last)
-        store.publish(write, replace(NEW, train_seconds=seconds, recent=held, trained_on=trained_on))
-    assert training_seconds(store) == 57.0
+        new = replace(NEW, train_seconds=seconds, recent=held, trained_on=trained_on, reason="made by the test")
+        store.publish(write, new)
+        if seconds == 5.0:  # the one that continued it kept nothing, nor did the next one
+            store.kept_nothing(6.0)
+            store.kept_nothing(2.0)
+    assert training_seconds(store) == 65.0
     assert store.last_record() == 900
     before = store.trained()
     assert store.prune(2) == ("0001", "0002", "0003")
     assert store.prune(1) == ("0004",)
     again = AdapterStore(store.root)
     assert again.trained() == before
-    assert training_seconds(again) == 57.0
+    assert training_seconds(again) == 65.0
     assert again.last_record() == 900
     with (store.root / "PRUNED").open("a") as file:
         file.write("not a line of ours\n")
     assert again.trained() == before
+    (store.root / "UNKEPT").write_text("[1")
+    assert training_seconds(again) == 57.0
 
 
 def test_a_training_run_prunes_neither_what_is_spared_nor_what_cannot_be_read(tmp_path: Path) -> None:

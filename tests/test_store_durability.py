@@ -257,7 +257,7 @@ def test_without_a_file_descriptor_at_any_single_read_no_other_adapter_comes_int
 def test_a_prune_that_is_killed_loses_no_training_seconds(tmp_path: Path) -> None:
     store, judged = AdapterStore(tmp_path / "whole"), HeldOut(10, 900, 4, *[Interval(0.5, 0.4, 0.6)] * 5)
     for seconds in (1.0, 2.0, 4.0):
-        store.publish(write, replace(NEW, train_seconds=seconds, recent=judged))
+        store.publish(write, replace(NEW, train_seconds=seconds, recent=judged, reason="made by the test"))
     number, killed = 0, True
     while killed:
         number += 1

@@ -230,6 +230,41 @@ def test_the_adapter_that_is_promoted_while_anothers_merge_fails_comes_into_use(
     assert session.assistant.adapter == names[1]
 
 
+@pytest.mark.parametrize("passes", [True, False], ids=["for-a-while", "for-long"])
+def test_an_adapter_for_whose_merging_memory_is_short_comes_into_use_afterwards(
+    session: OpenedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: bool
+) -> None:
+    said: list[str] = []
+    told: list[str | None] = []
+    session.swapper._say = said.append
+    session.swapper.on_swap = lambda: told.append(session.assistant.adapter)
+    monkeypatch.setattr(swapper, "AGAIN_S", 0.0)
+    names = [publish_random_adapter(session.store, tmp_path / str(seed), seed) for seed in (1, 2)]
+    session.store.promote(names[0], "the test says so")
+    assert session.swapper.use_promoted()
+    draft = session.assistant.pair.draft
+    assert draft is not None
+    listeners = draft.adapter.listeners  # type: ignore[attr-defined]
+
+    def burst(changed: frozenset[str]) -> None:
+        if any(draft.adapter._pristine[name].equal(draft.adapter._weight(name)) for name in changed):  # type: ignore[attr-defined]
+            return  # the weights are restored
+        raise MemoryError("no room")
+
+    session.store.promote(names[1], "the test says so")
+    listeners.append(burst)
+    assert session.swapper.use_promoted()
+    assert (session.assistant.adapter, told) == (None, [names[0], None])
+    for _ in range(0 if passes else 9):
+        session.swapper.between_rounds()
+    listeners.remove(burst)
+    for _ in range(99):
+        session.swapper.between_rounds()
+    assert (session.assistant.adapter, told) == (names[1], [names[0], None, names[1]])
+    assert len(said) == 1
+    assert "could not be merged (no room); adapter none is used" in said[0]
+
+
 def test_a_merge_that_fails_midway_leaves_the_plain_draft(session: OpenedPair, tmp_path: Path) -> None:
     assistant = session.assistant
     draft = assistant.pair.draft

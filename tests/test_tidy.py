@@ -17,6 +17,7 @@ from adaptive.service.doubts import Doubt
 from adaptive.service.trainer import Trainer
 from adaptive.settings import Settings
 from adaptive.state import PairState
+from checkpoints.files import replace_text
 from checkpoints.manifest import HeldOut, Interval, Manifest
 from checkpoints.store import AdapterStore, training_seconds
 from trainers.run import ASKED_FOR_S, _streak, tidy
@@ -106,6 +107,25 @@ def test_the_newest_records_trained_on_are_known_after_many_stopped_runs(state: 
     tidy(store, state, 2)
     assert ids(store) == ["0005", "0006"]
     assert Trainer(Settings(), state, 0)._trained_until() == judged > 0
+
+
+def test_an_adapter_whose_run_was_killed_before_its_end_is_not_trained_on_and_not_spared(state: PairState) -> None:
+    """Between the moments at which it is published and promoted, or in the middle of its promotion."""
+    store = AdapterStore(state.adapters)
+    after_runs(store, "r")
+    until = store.last_record()
+    new = replace(NEW, recent=JUDGED, trained_on=replace(NEW.trained_on, last_id=until + 100), train_seconds=3.0)
+    store.publish(write, new)
+    half = store.publish(write, new)
+    replace_text(store.root, store.path(half.id) / "manifest.json", half.with_status("promoted", "better").to_json())
+    store = AdapterStore(state.adapters)
+    assert [one.status for one in store.list()] == ["rejected", "candidate", "candidate"]
+    assert Trainer(Settings(), state, 0)._trained_until() == until
+    assert training_seconds(store) == 6.0
+    (finished,) = after_runs(store, "r")
+    assert _streak(store, finished) == 2
+    tidy(store, state, 1)
+    assert ids(store) == [finished.id]
 
 
 def test_pruning_makes_the_next_candidate_no_harder_and_loses_no_training_time(state: PairState) -> None:

@@ -23,7 +23,7 @@ from adaptive.records.log import Log
 from adaptive.records.writer import LogWriter
 from adaptive.types import Generation, Message, SamplingParams, Timings
 from checkpoints.manifest import BaseDraft
-from checkpoints.store import AdapterStore
+from checkpoints.store import AdapterStore, training_seconds
 from trainers import lora
 from trainers.dataset import examples, read_log, split
 from trainers.recipe import LossName, Recipe
@@ -273,6 +273,15 @@ def test_stopping_at_once_changes_nothing(tmp_path: Path, log: Path) -> None:
     assert store.list() == ()
 
 
+def test_a_run_that_keeps_nothing_is_training_too(tmp_path: Path, log: Path) -> None:
+    store = AdapterStore(tmp_path / "adapters")
+    store.promote(distill(log, store, BASE, small_draft(), SHORT, promotion="never").manifest.id, "by hand")  # type: ignore[union-attr]
+    before = training_seconds(store)
+    outcome = distill(log, store, BASE, small_draft(), dataclasses.replace(SHORT, learning_rate=10.0, epochs=1))
+    assert (outcome.manifest, outcome.stopped) == (None, False)
+    assert training_seconds(AdapterStore(store.root)) == before + outcome.train_seconds > before
+
+
 def test_equal_seeds_give_equal_adapters(tmp_path: Path, log: Path) -> None:
     found = []
     for name in ("a", "b"):
@@ -302,7 +311,7 @@ import sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 from test_trainer import BASE, SHORT, small_draft
-from checkpoints.store import AdapterStore
+from checkpoints.store import AdapterStore, training_seconds
 from trainers.recipe import Recipe
 from trainers.run import distill
 torch.set_num_threads(1)

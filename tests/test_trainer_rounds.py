@@ -52,6 +52,7 @@ def test_a_candidate_that_was_not_judged_makes_the_next_no_harder(tmp_path: Path
     assert stopped.manifest.recent is None
     outcome = distill(log, store, BASE, small_draft(), SHORT, promotion="never")
     assert outcome.manifest is not None
+    assert outcome.manifest.judged, "it is kept as asked"
     assert _streak(store, outcome.manifest) == 1
 
 

@@ -236,7 +236,7 @@ def test_answers_without_a_seed_differ_and_are_logged_without_one(pair: Pair, tm
     assert len(texts) == 3
     with Log(tmp_path / "records.db") as records:
         assert len(records.newest(3)) == 3
-        assert not records.seeded(0)
+        assert not records.seeded(records.newest(3))
 
 
 @pytest.mark.parametrize("text", ["tree:0", "tree:", "tree:257", "tree:auto", "65", "-1", "many", "٣٣٣", ""])

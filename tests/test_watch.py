@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from records_factory import generation
 from store_factory import NEW, write
 from test_review import SAMPLED, said_under
 from test_trainer import SHORT, small_draft, speak, target, write_log
@@ -15,10 +16,11 @@ from test_worker import Taught, let_it_look, live, taught, training, until
 
 from adaptive.control.goodput import GoodputLength
 from adaptive.pair import pair_identity
+from adaptive.records.log import Log
 from adaptive.records.stats import JudgedTokens, RoundCount, count_rounds, judged_tokens
 from adaptive.service.doubts import Doubt
 from adaptive.service.watch import Watch
-from adaptive.types import Round
+from adaptive.types import Round, SamplingParams
 from checkpoints.manifest import HeldOut, Interval, Manifest
 from checkpoints.store import AdapterStore
 from trainers.run import distill
@@ -174,6 +176,40 @@ def test_answers_under_a_seed_say_nothing_after_a_restart_either(
         assert (store.current_id() is None) is goes
         if not goes:
             assert trainer.status.watch == "not judged: no answer yet"
+
+
+def test_the_draft_before_is_known_after_a_restart_however_long_the_log_is(tmp_path: Path, manifest: Manifest) -> None:
+    """An adapter in use for long; one that came into use before many imported records; one after a draft that answered
+    twice; and answers that a rollback has used, or that drew under a seed."""
+    before, after = (Round("model", 4, 3, 0.01, 0.02),) * 20, (Round("model", 4, 2, 0.01, 0.02),) * 20
+    drawn = SamplingParams(temperature=0.7, seed=7)
+
+    def restored(*said: tuple[int, str | None, tuple[Round, ...]], settled: int = 0, seeded: bool = False) -> Watch:
+        adapters = [(adapter, rounds) for count, adapter, rounds in said for _ in range(count)]
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.db"
+        params = drawn if seeded else replace(drawn, seed=None)
+        one = replace(generation(supervised=False), sampling=params)
+        write_log(path, [replace(one, adapter=adapter, rounds=rounds) for adapter, rounds in adapters])
+        watch = Watch()
+        with Log(path) as log:
+            watch.restore(log, manifest.id, settled)
+        return watch
+
+    known = restored((10, None, before), (260, manifest.id, after)).state(manifest)
+    assert known.startswith("0.67 of the drafted tokens accepted, 3600 of them in 60 answers; goes back where")
+    assert restored((10, None, before), (2, "0009", after), (260, manifest.id, after)).state(manifest) == known
+    plain = (Round("none", 0, 0, 0.0, 0.02),)
+    assert restored((10, None, before), (9, manifest.id, after), (8, manifest.id, plain)).state(manifest) == (
+        "not judged: not drafting"
+    )
+    new = restored((10, None, before), (260, None, ()))
+    for one in answers(random.Random(8), 5, 0.02, 20):
+        new.observe(manifest.id, one)
+    assert new.verdict(manifest) is not None
+    assert "nothing is known" in restored((10, None, before), (9, manifest.id, after), settled=10).state(manifest)
+    assert restored((10, None, before), (90, manifest.id, after), seeded=True).state(manifest) == (
+        "not judged: no answer yet"
+    )
 
 
 @pytest.mark.thorough

@@ -190,7 +190,7 @@ def test_answers_that_another_process_has_trained_on_are_not_new(taught: Taught)
     with training(taught) as trainer:
         until(lambda: f"{ANSWERS} new answers; the assistant is in use" in trainer.status.reason, trainer)
         judged = HeldOut(10, 900, 4, *[Interval(0.5, 0.4, 0.6)] * 5)
-        new = replace(NEW, recent=judged, trained_on=TrainedOn(1, ANSWERS, ANSWERS, 5000, {}))
+        new = replace(NEW, recent=judged, trained_on=TrainedOn(1, ANSWERS, ANSWERS, 5000, {}), reason="kept, as asked")
         AdapterStore(taught.state.adapters).publish(write, new)
         trainer.idle()
         until(lambda: "0 new answers" in trainer.status.reason, trainer)
@@ -253,6 +253,37 @@ def test_a_run_that_kept_nothing_is_not_repeated_at_the_next_start(taught: Taugh
         again.idle()
         until(lambda: "10 new answers of the 50" in again.status.reason, again)
     assert again.runs == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "needed"),
+    [
+        (15, "10 new answers of the 15 "),
+        (60, "10 new answers of the 50 "),
+        (None, "10 new answers of the 50 "),
+        (7, "10 new answers; the assistant is in use"),
+    ],
+)
+def test_a_run_that_was_refused_is_tried_again_after_as_many_answers_as_it_lacked(
+    taught: Taught, more: int | None, needed: str
+) -> None:
+    trainer = Trainer(taught.settings, taught.state, 1)
+    trainer._newest = trainer._read_until = ANSWERS - 10
+    ends(trainer, Report("refused", "too little to distil from", more=more))
+    with training(taught) as again:
+        until(lambda: needed in again.status.reason, again)
+    ends(trainer, Report("done", "No state of training was as good as the draft in use", until=ANSWERS))
+    with training(taught) as again:
+        until(lambda: "0 new answers of the 50 " in again.status.reason, again)
+
+
+def test_an_answer_too_few_is_told_by_number(taught: Taught) -> None:
+    with Log(taught.state.records) as log:
+        log.purge(ids=range(6, ANSWERS + 1))
+    report = carried_out(taught)
+    assert report.stage == "refused"
+    assert report.more
+    assert f"about {report.more} more will do" in report.message
 
 
 @pytest.mark.thorough

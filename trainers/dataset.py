@@ -92,7 +92,12 @@ class Stopped(Exception):  # noqa: N818 - a request, not an error
 
 
 class TooLittleError(AdaptiveError):
-    """There is too little to learn from, or to judge or compare by. More answers, or another draft, change that."""
+    """There is too little to learn from, or to judge or compare by. About ``more`` answers change that, or another
+    draft; None if the number is unknown."""
+
+    def __init__(self, message: str, more: int | None = None) -> None:
+        super().__init__(message)
+        self.more = more
 
 
 @dataclass(frozen=True)

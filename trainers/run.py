@@ -13,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from adaptive.engines.head.foreign import ForeignHead
 from adaptive.errors import AdaptiveError
 from adaptive.printable import counted
 from adaptive.state import PairState
-from checkpoints.manifest import BaseDraft, HeldOut, Manifest, TrainedOn
+from checkpoints.manifest import NOT_JUDGED, BaseDraft, HeldOut, Manifest, TrainedOn
 from checkpoints.store import AdapterStore, InUseChanged, NewAdapter
 from trainers import processes
 from trainers.dataset import Example, Stopped, domains
@@ -152,10 +153,13 @@ def distill(
     result = replace(best.fit, seconds=sum(a.fit.seconds for a in attempts), stopped=stopped)
     if result.best is not None and processes.first():
         figures, result = _figures(students, store, in_use, sets, best.recipe, result, should_stop, replays)
-        manifest = _publish(students, store, base, result, figures, sets, best.recipe, in_use)
+        manifest = _publish(students, store, base, result, figures, sets, best.recipe, in_use, promotion)
         if figures is not None:
             verdict = judge(*figures, streak=_streak(store, manifest))
         manifest = _settle(store, manifest, verdict, promotion, current)
+    elif not result.stopped and processes.first():
+        with suppress(AdaptiveError):  # the result does not depend on it
+            store.kept_nothing(result.seconds)
     if kept is not None and not result.stopped:
         kept.forget()
     return DistillOutcome(
@@ -316,10 +320,12 @@ def _publish(
     sets: Sets,
     recipe: Recipe,
     in_use: Manifest | None,
+    promotion: Promotion,
 ) -> Manifest:
     """Publish the best weights as a candidate in the store."""
     state = result.best
     assert state is not None
+    reason = "kept as a candidate, as asked" if promotion == "never" else NOT_JUDGED
     ids = [e.id for e in sets.train if e.id > 0]
     parent = _parent(students, store, in_use, recipe)
     new = NewAdapter(
@@ -343,7 +349,7 @@ def _publish(
         device=str(students.device),
         recent=figures[0] if figures else None,
         older=figures[1] if figures else None,
-        reason="not judged yet" if figures else f"stopped at step {result.steps}, not judged",
+        reason=reason if figures else f"stopped at step {result.steps}, not judged",
     )
     with students.trainable(parent, recipe) as student:
         return store.publish(lambda folder: student.write(state, folder), new)
@@ -384,7 +390,7 @@ def tidy(store: AdapterStore, state: PairState, keep: int) -> list[str]:
     doubted = _in_doubt(state)
 
     def spare(manifest: Manifest) -> bool:
-        asked_for = manifest.status == "candidate" and manifest.recent is not None
+        asked_for = manifest.status == "candidate" and manifest.judged
         return manifest.id == doubted or (asked_for and time.time() - manifest.created < ASKED_FOR_S)
 
     try:

@@ -232,5 +232,6 @@ def _check_enough(sets: Sets, first: bool, where: str) -> None:
             f"on, {validation} to choose weights by, of {chosen_by}, and {gate} for the gate, of {judged_by} and with "
             f"{counted(_positions(sets.recent), 'position')} ({MIN_TRAIN}, {MIN_VALIDATION} and {MIN_GENERATIONS} are "
             f"needed, the latter two of as many prompts, and the gate's with {MIN_POSITIONS} positions); about {more} "
-            "more will do"
+            "more will do",
+            more,
         )

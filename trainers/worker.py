@@ -177,7 +177,7 @@ def _train(order: Order, settings: Settings, brake: Brake, report: IO[str]) -> R
                 return _review(settings, state, brake, order.doubted)
             outcome = _round(settings, state, brake, tell)
     except TooLittleError as error:
-        return Report("refused", str(error))
+        return Report("refused", str(error), more=error.more)
     except AdaptiveError as error:
         return Report("failed", str(error))
     return _ended(brake, outcome)

@@ -152,11 +152,11 @@ class Log:
         with self._reading() as connection:
             return int(connection.execute("SELECT coalesce(max(id), 0) FROM generations").fetchone()[0])
 
-    def first_id(self, adapter: str) -> int | None:
-        """The id of the first generation that began under ``adapter``, None if there is none."""
+    def ids_under(self, adapter: str) -> tuple[int, ...]:
+        """Ids of the generations that began under ``adapter``, oldest first."""
+        query = "SELECT generation FROM figures WHERE adapter = ? ORDER BY generation"
         with self._reading() as connection:
-            found = connection.execute("SELECT min(id) FROM generations WHERE adapter = ?", (adapter,)).fetchone()[0]
-        return None if found is None else int(found)
+            return tuple(row[0] for row in connection.execute(query, (adapter,)))
 
     def generations(
         self, after_id: int = 0, limit: int | None = None, with_supervision: bool = True
@@ -264,15 +264,11 @@ class Log:
         generations, sessions, tokens, positions, first, last = row
         return LogStats(generations, sessions, tokens, positions, self._size(), first, last, domains, adapters)
 
-    def figures(self, last: int | None = None) -> FiguresTable:
-        """The figures of all generations, or of the ``last`` ones, oldest first, for ``adaptive.records.history``; no
-        text, no tokens."""
+    def figures(self) -> FiguresTable:
+        """The figures of all generations, oldest first, for ``adaptive.records.history``; no text, no tokens."""
         columns = "generation, session, created, adapter, predicted_n, predicted_s, expected_s, counts, own"
         with self._reading() as connection:
-            rows = connection.execute(
-                f"SELECT {columns} FROM figures ORDER BY generation DESC LIMIT ?", (-1 if last is None else last,)
-            ).fetchall()
-        rows.reverse()
+            rows = connection.execute(f"SELECT {columns} FROM figures ORDER BY generation").fetchall()
         try:
             table = FiguresTable(rows)
         except (TypeError, ValueError):  # a damaged row; rows are checked one by one only then, as that is slow
@@ -282,13 +278,14 @@ class Log:
             table = FiguresTable([row for row in sound if plausible(*row[4:7], row[2])])
         return table
 
-    def seeded(self, after_id: int) -> set[int]:
-        """Ids of the generations after ``after_id`` that were sampled with a seed."""
+    def seeded(self, ids: Collection[int]) -> set[int]:
+        """Those of the generations ``ids`` that were sampled with a seed."""
+        where, values = selection(None, None, 0.0, ids)
         with self._reading() as connection:
             rows = connection.execute(
-                "SELECT id FROM generations WHERE id > ? AND temperature >= ? AND json_valid(sampling)"
+                f"SELECT id FROM generations WHERE {where} AND temperature >= ? AND json_valid(sampling)"
                 " AND json_extract(sampling, '$.seed') IS NOT NULL",
-                (after_id, LEAST_TEMPERATURE),
+                (*values, LEAST_TEMPERATURE),
             ).fetchall()
         return {row[0] for row in rows}
 

@@ -35,18 +35,21 @@ class _File(BaseModel):
     settled: int
     reviewed: int = 0
     trained: int = 0
+    more: int = 0
 
 
 @dataclass(frozen=True)
 class Doubt:
     """``adapter`` is in doubt; None: no adapter. Live acceptance ignores answers up to id ``settled``: a rollback or a
     review has already used them. ``reviewed`` is the newest answer on which drafts were compared, ``trained`` the
-    newest one of a training run that is over, whether it made an adapter or not."""
+    newest one of a training run that is over, whether it made an adapter or not, and ``more`` the number of answers
+    that this run lacked, if it was refused; else 0."""
 
     adapter: str | None = None
     settled: int = 0
     reviewed: int = 0
     trained: int = 0
+    more: int = 0
 
     @classmethod
     def load(cls, file: Path) -> Doubt:
@@ -161,15 +164,22 @@ class Doubts:
         logger.warning("%s is in use now: %s", named, reason)
         return True
 
-    def trained(self, until: int, newest: int) -> None:
-        """A training run on answers up to ``until`` is over. ``newest`` is the newest answer in the log."""
-        self._change(lambda said: replace(said, trained=max(_in_this_log(said.trained, newest), until)))
+    def trained(self, until: int, newest: int, more: int = 0) -> None:
+        """A training run on answers up to ``until`` is over; if it was refused, it lacked about ``more``. ``newest`` is
+        the newest answer in the log."""
+        self._change(lambda said: replace(said, trained=max(_in_this_log(said.trained, newest), until), more=more))
 
     def trained_until(self, newest: int) -> int:
         """The newest answer of a training run that is over, of this process or another; 0 for none. ``newest`` is the
         newest answer in the log."""
         self.refresh()
         return _in_this_log(self.now.trained, newest)
+
+    def needed(self, seen: int, usual: int) -> int:
+        """The number of answers after ``seen`` with which a training run begins: ``usual``, or fewer after one that was
+        refused."""
+        since = self.now.trained - seen
+        return min(usual, since + self.now.more) if self.now.more and since >= 0 else usual
 
     def promoted(self) -> None:
         """A newly trained adapter came into use: it has learned from newer answers than the one in doubt."""

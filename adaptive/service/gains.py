@@ -42,8 +42,8 @@ class Gains:
         if self._is_new(in_use):  # another process may have noted it
             self._known = merged(load(self._file), self._known)
         if self._is_new(in_use):
-            first = log.first_id(in_use.id)  # it may have been in use before anybody looked
-            self._promoted(in_use, log.last_id() if first is None else first - 1, costs())
+            own = log.ids_under(in_use.id)  # it may have been in use before anybody looked
+            self._promoted(in_use, own[0] - 1 if own else log.last_id(), costs())
             return
         last = self._known[-1]
         if last.adapter != in_use.id or last.came is not None:
@@ -80,8 +80,7 @@ class Gains:
     def _check(self, log: Log) -> None:
         self._check_at = log.last_id() + AGAIN
         promotion = self._known[-1]
-        own = {one.id for one in log.figures() if one.adapter == promotion.adapter}
-        found = checked(promotion, log.spent(), own)
+        found = checked(promotion, log.spent(), frozenset(log.ids_under(promotion.adapter)))
         if found is not None:
             logger.info("adapter %s: %s", found.adapter, found.text)
             self._keep([*self._known[:-1], found])

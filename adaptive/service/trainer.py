@@ -47,8 +47,6 @@ logger = logging.getLogger("adaptive.trainer")
 LOOK_S = 0.5
 # Seconds after a run that failed before the next one; doubled with each consecutive failure, up to the second number.
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 30.0, 3600.0
-# Newest logged answers from which live acceptance is restored after a restart.
-REMEMBERED = 200
 # Seconds that a worker may take to stop: one pass of a large draft, and writing a candidate.
 STOP_S = 5.0
 
@@ -98,7 +96,7 @@ class Trainer:
         self._quiet_since = time.monotonic()
         self._last_run: str | None = None
         self._doubts = Doubts(self.store, state.doubts, self._warn)
-        self._remembered = self._answered = False  # ``_answered``: an answer has been seen since the start
+        self._remembered = False
         self._reviewing = self._put_off = False  # ``_put_off``: the last run was a review that failed
         self._seen = self._newest = self._read_until = 0  # ids: trained up to, newest, newest at the start of this run
         self._failures = 0
@@ -138,7 +136,6 @@ class Trainer:
 
     def answered(self, adapter: str | None, rounds: tuple[Round, ...]) -> None:
         """See ``Listener.answered``."""
-        self._answered = True
         self._watch.observe(adapter, count_rounds(rounds))
 
     @property
@@ -183,18 +180,13 @@ class Trainer:
 
     def _remember(self, log: Log) -> None:
         """Restore from the store and the log, until that has succeeded once: the newest record trained on, and live
-        acceptance, unless there were answers meanwhile, which are newer."""
+        acceptance."""
         if self._remembered:
             return
         self._newest = log.last_id()
         self._doubts.remember(self._newest)
         self._seen = max(self._seen, self._trained_until())
-        remembered = log.figures(REMEMBERED)
-        seeded = log.seeded(min(remembered.ids, default=1) - 1)  # left out, as for live answers
-        for figures in remembered if not self._answered else ():
-            if figures.id > self._doubts.now.settled and figures.id not in seeded:
-                own = figures.rounds if figures.own is None else figures.own
-                self._watch.observe(figures.adapter, own)
+        self._watch.restore(log, self.store.current_id(), self._doubts.now.settled)
         self._remembered = True
 
     def _trained_until(self) -> int:
@@ -242,8 +234,8 @@ class Trainer:
         if useless is not None:
             self._warn(useless)
             return "waiting", useless
-        if new < self.settings.distill_after and not self._doubts.due(self._newest):
-            return "waiting", f"{new} new answers of the {self.settings.distill_after} that a training run needs"
+        if new < self._needed() and not self._doubts.due(self._newest):
+            return "waiting", f"{new} new answers of the {self._needed()} that a training run needs"
         if not self._in_window():
             return "waiting", f"{new} new answers; training runs {self.settings.distill} only"
         in_use = self._busy or quiet < self.settings.distill_idle_seconds or self._others_answer()
@@ -261,6 +253,9 @@ class Trainer:
         """Whether another process on this folder answers somebody, or did a moment ago."""
         return self._presence.others(max(self.settings.distill_idle_seconds, 2 * LOOK_S))
 
+    def _needed(self) -> int:
+        return self._doubts.needed(self._seen, self.settings.distill_after)
+
     def _in_window(self) -> bool:
         window = training_window(self.settings.distill)
         if window is None:
@@ -271,7 +266,7 @@ class Trainer:
 
     def _review_is_next(self) -> bool:
         """Whether a review comes before training: if it is due, and if it has not just failed while training is due."""
-        trains = self._newest - self._seen >= self.settings.distill_after
+        trains = self._newest - self._seen >= self._needed()
         return self._doubts.due(self._newest) and not (self._put_off and trains)
 
     def _begin(self) -> None:
@@ -347,7 +342,7 @@ class Trainer:
         elif report.stage != "stopped":
             self.runs += report.stage == "done"
             self._seen = self._read_until if report.until is None else report.until
-            self._doubts.trained(self._seen, self._newest)
+            self._doubts.trained(self._seen, self._newest, report.more or 0)
             if report.promoted:
                 self._doubts.promoted()
         logger.info("training run: %s", report.message)

@@ -25,6 +25,11 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
+from adaptive.records.figures import FiguresTable
+from adaptive.records.log import Log
 from adaptive.records.stats import JudgedTokens, RoundCount, judged_tokens
 from checkpoints.manifest import Manifest
 
@@ -65,18 +70,35 @@ class Watch:
         an adapter mean that it has come into use. Answers of the draft before it may still follow, where several are
         decoded at once."""
         counts = tuple(rounds)
-        if not counts:
-            return
-        seen = judged_tokens(counts)
+        if counts:
+            with self._lock:
+                self._add(adapter, judged_tokens(counts))
+
+    def restore(self, log: Log, adapter: str | None, settled: int) -> None:
+        """After a restart: observe the answers of ``log`` by which ``adapter``, which is in use, is judged, without
+        those up to id ``settled`` and those under a seed. Answers that were observed meanwhile are newer than these,
+        which are then left out. Raises AdaptiveError if the log cannot be read now."""
+        table = log.figures()
+        ids = np.array(table.ids, np.int64)
+        counts = ids > settled
+        places = judges(table, counts, adapter)
+        while seeded := log.seeded(ids[places].tolist()):
+            counts &= ~np.isin(ids, list(seeded))
+            places = judges(table, counts, adapter)
         with self._lock:
-            if adapter not in self._answers:
-                before = self._answers.get(self._latest, ())
-                known = tuple(before) if _is_measure(before) else self._references.get(self._latest, ())
-                self._references[adapter], self._answers[adapter] = known, deque(maxlen=WINDOW)
-            if seen.judged:
-                self._answers[adapter].append(seen)
-                self._latest = adapter
-            self._undrafted[adapter] = 0 if seen.judged else self._undrafted.get(adapter, 0) + 1
+            for place in [] if self._answers else places:
+                self._add(table.adapters[place], judged_tokens(table.own[place]))
+
+    def _add(self, adapter: str | None, seen: JudgedTokens) -> None:
+        """Add an answer with rounds, with the lock held."""
+        if adapter not in self._answers:
+            before = self._answers.get(self._latest, ())
+            known = tuple(before) if _is_measure(before) else self._references.get(self._latest, ())
+            self._references[adapter], self._answers[adapter] = known, deque(maxlen=WINDOW)
+        if seen.judged:
+            self._answers[adapter].append(seen)
+            self._latest = adapter
+        self._undrafted[adapter] = 0 if seen.judged else self._undrafted.get(adapter, 0) + 1
 
     def rolled_back(self, adapter: str) -> None:
         """After a rollback: forget the adapter's answers, so that only new ones count if it returns."""
@@ -123,6 +145,27 @@ class Watch:
         with self._lock:
             now, before = self._answers.get(manifest.id, ()), self._references.get(manifest.id, ())
             return tuple(now), before, self._undrafted.get(manifest.id, 0)
+
+
+def judges(table: FiguresTable, counts: npt.NDArray[np.bool_], adapter: str | None) -> list[int]:
+    """The places in ``table`` of the answers by which ``adapter`` is judged, oldest first, of those that ``counts``
+    allows: its newest ones, and those of the draft before its first one; if these are too few for a reference, also
+    those of the draft before that one, and so on."""
+    adapters, drafted = np.array(table.adapters, object), counts & table.drafted()
+    own = adapters == adapter
+    with_rounds = counts & (np.diff(table.own.ends, prepend=0) > 0)
+    found = set(np.flatnonzero(own & with_rounds)[-IDLE_ANSWERS:].tolist())
+    found |= set(np.flatnonzero(own & drafted)[-WINDOW:].tolist())
+    first = np.flatnonzero(own & with_rounds)[:1]
+    before = drafted & (np.arange(len(table)) < (first[0] if len(first) else len(table)))
+    while before.any():
+        own = adapters == adapters[np.flatnonzero(before)[-1]]
+        newest = np.flatnonzero(own & before)[-WINDOW:].tolist()
+        found |= set(newest)
+        if _is_measure([judged_tokens(table.own[place]) for place in newest]):
+            break
+        before[np.flatnonzero(own & before)[0] :] = False
+    return sorted(found)
 
 
 def evidence(answers: Sequence[JudgedTokens], limit: float) -> float:

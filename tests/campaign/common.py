@@ -35,7 +35,7 @@ MODELS = ("--dtype", "float32", "--temperature", "0")
 # What a folder may hold that has been used and never damaged; server.json while a server runs.
 USUAL = re.compile(
     r"records\.db(-wal|-shm)?|(server|trainer|records|controller|doubts)\.lock|trainer\.log|(controller|doubts|server)\.json|"
-    r"training\.safetensors|adapters|adapters/(CURRENT|PREVIOUS|PRUNED|\.lock|\d{4})|"
+    r"training\.safetensors|adapters|adapters/(CURRENT|PREVIOUS|PRUNED|UNKEPT|\.lock|\d{4})|"
     r"adapters/\d{4}/(manifest\.json|adapter_config\.json|adapter_model\.safetensors|README\.md)"
 )
 # What may stand there besides, where a sentence has named it.
