@@ -121,7 +121,7 @@ def test_the_next_deletion_finishes_one_that_was_killed(tmp_path: Path, adaptive
     filled(state)
     kill_while_deleting(state, "records")
     status, out, _ = adaptive("records", "purge", "--session", "nobody", "--yes")
-    assert (status, "2 stay" in out) == (0, True)
+    assert (status, "2 left" in out) == (0, True)
     state.typed.unlink()
     assert SECRET.encode() not in on_disk(state)
 
