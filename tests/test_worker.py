@@ -152,6 +152,7 @@ def test_a_round_waits_until_nobody_asks_pauses_for_a_request_and_is_judged(taug
     assert [manifest.status for manifest in manifests] in (["promoted"], ["rejected"])
 
 
+@pytest.mark.thorough
 def test_no_run_begins_or_goes_on_while_another_process_answers(taught: Taught) -> None:
     """A server and a chat on one pair, say: each hears of its own requests only."""
     with training(taught, distill="off") as chat, training(taught, distill_idle_seconds=1.5) as server:
