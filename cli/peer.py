@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from adaptive.errors import AdaptiveError
-from adaptive.upstream.connections import without_login
+from adaptive.printable import without_login
 
 # Seconds that the server may take for one answer, and for saying that it is there.
 PATIENCE, HEALTH_PATIENCE = 600.0, 10.0

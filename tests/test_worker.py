@@ -27,7 +27,6 @@ from adaptive.pair import pair_identity
 from adaptive.pipe import Order, Report, Stage
 from adaptive.records.log import Log
 from adaptive.service.doubts import Doubt
-from adaptive.service.presence import Presence
 from adaptive.service.trainer import Trainer, background
 from adaptive.settings import Settings
 from adaptive.state import PairState, open_state
@@ -150,40 +149,6 @@ def test_a_round_waits_until_nobody_asks_pauses_for_a_request_and_is_judged(taug
         until(lambda: "0 new answers" in trainer.status.reason, trainer)
     manifests = AdapterStore(taught.state.adapters).list()
     assert [manifest.status for manifest in manifests] in (["promoted"], ["rejected"])
-
-
-@pytest.mark.thorough
-def test_no_run_begins_or_goes_on_while_another_process_answers(taught: Taught) -> None:
-    """A server and a chat on one pair, say: each hears of its own requests only."""
-    with training(taught, distill="off") as chat, training(taught, distill_idle_seconds=1.5) as server:
-        chat.busy()
-        server.idle()
-        time.sleep(1.5)
-        let_it_look(server)
-        assert server.status.activity == "waiting"
-        assert "in use" in server.status.reason
-        chat.idle()
-        worker_of(server)
-        chat.busy()
-        until(lambda: server.status.activity == "paused", server)
-        time.sleep(1.5)
-        let_it_look(server)
-        assert server.status.activity == "paused"
-        chat.idle()
-        until(lambda: server.status.activity != "paused", server)
-
-
-def test_who_was_answered_here_is_no_other_process(tmp_path: Path) -> None:
-    here, beside = Presence(tmp_path / "in-use"), Presence(tmp_path / "in-use")
-    assert not here.others(60)
-    here.tell()
-    assert not here.others(60)
-    assert beside.others(60)
-    for seconds_ago in (90, -90):  # or the clock was set back
-        at = time.time() - seconds_ago
-        os.utime(tmp_path / "in-use", (at, at))
-        assert not beside.others(60)
-    Presence(tmp_path / "missing" / "in-use").tell()
 
 
 def test_answers_that_another_process_has_trained_on_are_not_new(taught: Taught) -> None:
