@@ -164,6 +164,21 @@ def test_only_pages_of_a_listed_origin_may_ask_and_read_without_a_key(server: Se
     assert httpx.get(f"{server.url}/slots", headers={**page, "Host": "evil.example"}, timeout=60).status_code == 403
 
 
+@pytest.mark.skipif(not TABLES[0].exists(), reason="only Linux says whose a connection is")
+def test_a_listed_page_may_use_the_model_but_not_read_what_was_said(server: Server, client: openai.OpenAI) -> None:
+    ask(client, user="somebody")
+    for path in ("answers", "answers/1", "sessions/upstream", "history?by=session"):
+        url = f"{server.url}/adaptive/{path}"
+        refused = httpx.get(url, headers={"Origin": LISTED}, timeout=60)
+        assert (refused.status_code, "pages of other sites" in refused.text) == (403, True)
+        for own in ({}, {"Origin": server.url}, {"Origin": "http://localhost:3000"}):
+            assert httpx.get(url, headers=own, timeout=60).status_code == 200
+    meant = {"Content-Type": "application/json"}
+    first = f"{server.url}/adaptive/answers/1"
+    assert httpx.delete(first, headers={**meant, "Origin": LISTED}, timeout=60).status_code == 403
+    assert httpx.get(first, timeout=60).status_code == 200
+
+
 def test_a_client_cannot_forge_a_line_of_the_log(server: Server, client: openai.OpenAI) -> None:
     before = len(server.said)
     ask(client, user=FORGED)

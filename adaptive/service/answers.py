@@ -2,7 +2,7 @@
 later ones that hold them.
 
 Only the user who runs the server may read the log, so these paths are as restricted: with an API key, to requests that
-send it; without one, to programs of that user.
+send it; without one, to programs of that user, and not to pages of other sites, even those that may use the model.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from adaptive.records.origins import origins
 from adaptive.records.stats import count_rounds, tokens_per_round
 from adaptive.service.api import Api
 from adaptive.service.engine import Work
+from adaptive.service.guard import of_another_site
 from adaptive.service.peers import same_user
 from adaptive.types import Generation
 
@@ -136,9 +137,16 @@ async def _keep_off_the_log(api: Api, held: Held, session: str | None) -> None:
 
 
 def refuse_others(api: Api, request: Request) -> None:
-    """Without an API key: raise HTTPException unless the client is a program of the user who runs the server."""
+    """Without an API key: raise HTTPException unless the client is a program of the user who runs the server, and no
+    page of another site: its requests come from a browser of that user, too."""
     if api.settings.api_key is not None:
         return
+    if of_another_site(dict(request.scope["headers"])):
+        raise HTTPException(
+            403,
+            "what was said is not shown to pages of other sites; an API key is the cure: start the server with "
+            "--api-key-file FILE, and send the key",
+        )
     peer, here = request.client, request.scope.get("server")
     if peer is None or here is None or not same_user((peer.host, peer.port), tuple(here)):
         raise HTTPException(
