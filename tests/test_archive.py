@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from records_factory import generation
 from adaptive.drafting.archive import Archive, History
 from adaptive.records.log import Log
 from adaptive.records.retention import Keep
-from adaptive.records.schema import connect
+from adaptive.records.rows import insert
+from adaptive.records.schema import connect, transaction
 from adaptive.records.writer import LogWriter
 
 
@@ -50,3 +52,36 @@ def test_what_has_expired_is_no_longer_in_the_index(tmp_path: Path) -> None:
         assert Keep(days=1).enforce(connection)
     History(archive).drafter("", 0.0)  # of the next answer
     assert archive.tokens == both / 2
+
+
+@contextlib.contextmanager
+def instructions(log: Log) -> Iterator[list[int]]:
+    """The number of SQLite's instructions in reads of ``log`` so far, in steps of ten."""
+    count = [0]
+
+    def counted() -> int:
+        count[0] += 10
+        return 0
+
+    log.count()
+    assert log._file is not None
+    log._file.set_progress_handler(counted, 10)
+    yield count
+    log._file.set_progress_handler(None, 10)
+
+
+def test_a_log_that_grows_for_years_delays_neither_the_first_answer_nor_later_ones(tmp_path: Path) -> None:
+    """The first one waits for where the newest records begin, every one for what was deleted since the one before."""
+    path = tmp_path / "records.db"
+    with contextlib.closing(connect(path)) as connection, transaction(connection):
+        for number in range(3000):
+            insert(connection, generation(number, tokens=37, supervised=False))
+    archive = Archive(path, 1 << 20, most=400)
+    with instructions(archive._log) as count:
+        archive.catch_up()
+        assert (archive.tokens, count[0] < 10_000) == (400, True)
+    with LogWriter(path) as log:
+        log.write(generation(3000, tokens=37))
+    with instructions(archive._log) as count:
+        History(archive).drafter("", 0.0)
+        assert 0 < count[0] < 10_000

@@ -137,7 +137,9 @@ class Archive:
         if seen == self._seen:
             return
         self._seen = seen
-        here = self._log.ids()
+        if not self._known:
+            return
+        here = self._log.ids_since(next(iter(self._known)))  # the oldest
         gone = [number for number in self._known if number not in here]
         for owner in {self._known[number] for number in gone}:
             self._remove(owner, gone)
