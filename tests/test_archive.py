@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from records_factory import generation
 
 from adaptive.drafting.archive import Archive, History
+from adaptive.errors import AdaptiveError
 from adaptive.records.log import Log
 from adaptive.records.retention import Keep
 from adaptive.records.rows import insert
@@ -85,3 +88,37 @@ def test_a_log_that_grows_for_years_delays_neither_the_first_answer_nor_later_on
     with instructions(archive._log) as count:
         History(archive).drafter("", 0.0)
         assert 0 < count[0] < 10_000
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows does not move the folder of an open file")
+def test_history_outlives_a_time_in_which_the_log_cannot_be_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a network disk that is away: nothing is forgotten, no answer fails, and the thread goes on."""
+    folder, away = tmp_path / "pair", tmp_path / "away"
+    path = folder / "records.db"
+    with LogWriter(path) as log:
+        log.write(generation(1, tokens=40))
+    archive = Archive(path, 1 << 20)
+    archive.start()
+    assert archive.loaded.wait(30)
+    history, one = History(archive), archive.tokens
+    folder.rename(away)
+    folder.symlink_to(folder)  # an error that even the superuser gets
+    with pytest.raises(AdaptiveError, match="cannot be read now"):
+        Log(path).count()
+    for _ in range(3):
+        history.drafter("", 0.0)
+        history.forget()
+        archive.catch_up()
+    assert (archive.tokens, len(caplog.records)) == (one, 1)
+    folder.unlink()
+    away.rename(folder)
+    with LogWriter(path) as log:
+        log.write(generation(2, tokens=40))
+    archive.poke()
+    deadline = time.monotonic() + 30
+    while archive.tokens == one and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert archive.tokens == 2 * one
+    archive.close()

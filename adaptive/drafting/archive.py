@@ -16,7 +16,7 @@ import numpy as np
 from adaptive.control.matches import Matches
 from adaptive.drafting.history import HistoryDrafter, RunningText
 from adaptive.drafting.suffixes import LONGEST, Suffixes, compiled, suffixes
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, first_line
 from adaptive.records.log import Log, LoggedText
 
 logger = logging.getLogger("adaptive.history")
@@ -61,6 +61,7 @@ class Archive:
         self._sessions: dict[str, LoggedText] = {}  # the last record of each session, the latest session last
         self._seen: tuple[int, int] | None = None  # ``Log.changes`` at the last check for deletions
         self._last = -1  # id of the last record read, -1 before the first
+        self._problem: str | None = None  # why the log could not be read when it was read last
         self._poked, self._closing = threading.Event(), False
         self.loaded = threading.Event()
         self._thread = threading.Thread(target=self._run, name="history", daemon=True)
@@ -95,7 +96,7 @@ class Archive:
         """Remove records from the indexes that are no longer in the log."""
         if not self._known:
             return
-        with self._turn, self._lock, _logged():
+        with self._turn, self._lock, self._logged():
             self._forget_deleted()
 
     def catch_up(self) -> None:
@@ -104,7 +105,7 @@ class Archive:
         while more and not self._closing:
             with self._turn:  # a thread that frees a lock and takes it again is usually faster than one that waits
                 pass
-            with self._lock, _logged():
+            with self._lock, self._logged():
                 more = False  # also after an error: the next check tries again
                 self._forget_deleted()
                 more = self._read_page()
@@ -126,6 +127,19 @@ class Archive:
             self._poked.wait(LOOK_S)
             self._poked.clear()
 
+    @contextlib.contextmanager
+    def _logged(self) -> Iterator[None]:
+        """Log an error of any kind, such as no memory, once until it is another one: it must end neither an answer nor
+        the thread. History continues with what is indexed, and the next check tries again."""
+        try:
+            yield
+            self._problem = None
+        except Exception as error:
+            problem, self._problem = self._problem, first_line(error)
+            if self._problem != problem:
+                unexpected = not isinstance(error, AdaptiveError)
+                logger.warning("history: %s", self._problem, exc_info=unexpected)
+
     def _index(self, owner: str) -> Suffixes:
         found = self._indexes.get(owner)
         if found is None:
@@ -136,33 +150,33 @@ class Archive:
         seen = self._log.changes()
         if seen == self._seen:
             return
-        self._seen = seen
-        if not self._known:
-            return
-        here = self._log.ids_since(next(iter(self._known)))  # the oldest
-        gone = [number for number in self._known if number not in here]
-        for owner in {self._known[number] for number in gone}:
-            self._remove(owner, gone)
-        for number in gone:
-            del self._known[number]
-        if gone:
-            self._sessions = {s: text for s, text in self._sessions.items() if text.id in here}
+        if self._known:
+            here = self._log.ids_since(next(iter(self._known)))  # the oldest
+            gone = [number for number in self._known if number not in here]
+            for owner in {self._known[number] for number in gone}:
+                self._remove(owner, gone)
+            for number in gone:
+                del self._known[number]
+            if gone:
+                self._sessions = {s: text for s, text in self._sessions.items() if text.id in here}
+        self._seen = seen  # at last, since all this may fail
 
     def _read_page(self) -> bool:
         """Read the next records. Returns whether there may be more."""
         if self._last < 0:
             self._last = self._log.first_within(self._most)
-        last, texts = self._log.texts(self._last, PAGE)
+        before = self._last
+        last, texts = self._log.texts(before, PAGE)
         for text in texts:
             if text.id <= self._last:  # damaged
                 continue
+            self._last = text.id  # first: a text that cannot be added is left out
             if len(text.tokens) and (int(text.tokens.min()) < 0 or int(text.tokens.max()) >= self.vocab):
                 continue
             self._add(text)
         self._make_room()
-        more = last > self._last
         self._last = max(self._last, last)
-        return more
+        return last > before
 
     def _add(self, text: LoggedText) -> None:
         """Add the part of the record that its session's last record lacks, and enough tokens before it for a match."""
@@ -224,12 +238,3 @@ class History:
         if drafter.text in self._lent:  # else ``forget`` has dropped it
             self._lent.remove(drafter.text)
             self._texts.append(drafter.text)
-
-
-@contextlib.contextmanager
-def _logged() -> Iterator[None]:
-    """Log an error of reading the log. History continues with what is indexed, and the next check tries again."""
-    try:
-        yield
-    except AdaptiveError as error:
-        logger.warning("history: %s", error)

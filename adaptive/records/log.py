@@ -432,27 +432,36 @@ class Log:
     def _reading(self) -> Iterator[sqlite3.Connection]:
         """The connection to the file, or to an empty log in memory if there is no file. ``around_reads`` is held."""
         with _around:
-            connection = self._connection()
             try:
-                yield connection
+                yield self._connection()
             except sqlite3.Error as error:
                 if is_damage(error):
                     raise damaged(self.path, error) from error
                 raise AdaptiveError(f"log {self.path} cannot be read now ({error}); try again") from error
 
     def _connection(self) -> sqlite3.Connection:
-        if self._file is not None and self._place is not None and not self._place.holds():
+        there = self._there()
+        if self._file is not None and there != self._place:
             abandon(self._file)  # moved or replaced while it was open
             self._file = None
-        while self._file is None and self.path.exists():
-            with suppress(FileNotFoundError):  # another process replaces it
-                self._place = Place.of(self.path)
-                self._file = connect(self.path)
-                self._file.text_factory = readable
-                if not self._place.holds():  # so this may be a connection to the old one
-                    abandon(self._file)
-                    self._file = None
+        while self._file is None and there is not None:
+            opened, before, there = connect(self.path), there, self._there()
+            if there == before:
+                opened.text_factory = readable
+                self._file, self._place = opened, there
+            else:  # replaced meanwhile, so this may be a connection to the old one
+                abandon(opened)
         return self._file or _empty()
+
+    def _there(self) -> Place | None:
+        """The file at the path; None if there is none. Raises AdaptiveError if that cannot be said now, as of a network
+        disk that is away: nothing may be concluded from it."""
+        try:
+            return Place.of(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise AdaptiveError(f"log {self.path} cannot be read now ({error.strerror}); try again") from error
 
 
 def plausible(*numbers: object) -> bool:
