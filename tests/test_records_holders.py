@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from conftest import Command
 from records_factory import generation
 
 from adaptive.records.features import Features, FeatureSpool
+from adaptive.records.holders import Asked
 from adaptive.records.log import Log
 from adaptive.records.schema import connect
 from adaptive.records.writer import LogWriter
@@ -175,6 +178,22 @@ def test_many_answers_are_looked_for_in_one_pass(tmp_path: Path) -> None:
     with Log(path) as log:
         assert log.holders(range(1, 401)) == (401, 402)
         assert log.count(session="a") == 402
+
+
+def test_the_answers_of_a_long_chat_are_held_without_repeating_what_each_of_them_repeats(tmp_path: Path) -> None:
+    """A server holds those that were deleted until its end."""
+    chat = tuple(Message(("user", "assistant")[i % 2], f"message {i} {SECRET * 60}") for i in range(240))
+    answers = [said(chat[:count], chat[count].content) for count in range(1, len(chat), 2)]
+    path = logged(tmp_path / "records.db", *answers)
+    with Log(path) as log:
+        ids = log.ids()
+        gc.collect()
+        tracemalloc.start()
+        held = log.held(ids)
+        taken = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+    assert held.holds(Asked("another", (*chat, LATER), ""))
+    assert taken < 4 * sum(len(message.content) for message in chat)
 
 
 def test_a_purge_that_meets_a_reader_still_deletes_what_is_beside_the_log(

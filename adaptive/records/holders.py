@@ -13,7 +13,7 @@ import sqlite3
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -103,6 +103,8 @@ class Held:
         self._chats: dict[Message | None, list[Given]] = defaultdict(list)  # by the chat's opening
         self._openings: set[bytes] = set()
         self._sessions: dict[str, list[Given]] = defaultdict(list)
+        # Each message once: every answer of a chat repeats those before it, and a server keeps this until its end.
+        self._once: dict[Message, Message] = {}
         # Raw prompts with their answers, squeezed, by their first INDEXED characters; shorter ones by "".
         self._texts: dict[str, list[str]] = defaultdict(list)
 
@@ -150,6 +152,7 @@ class Held:
         return True
 
     def _look_for(self, request: Asked, one: Given) -> None:
+        one = replace(one, chat=tuple(self._once.setdefault(message, message) for message in one.chat))
         self._chats[request.opening].append(one)
         self._openings.add(_opening(beginning(request.messages).encode()))
         if one.chat:
