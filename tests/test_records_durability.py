@@ -113,6 +113,32 @@ def test_a_full_disk_is_said_and_nothing_is_lost_once_there_is_room(tmp_path: Pa
     assert [g.generation.prompt[0] for g in Log(path).generations()] == list(range(7))  # in order, without duplicates
 
 
+# SQLite gets no more memory once a record is stored, and then looks for what has expired.
+RUNS_OUT_OF_MEMORY = """
+import contextlib, sqlite3, sys
+from pathlib import Path
+from adaptive.records import writer as module
+from adaptive.records.retention import Keep
+from records_factory import generation
+def crowd():
+    with contextlib.suppress(MemoryError):
+        sqlite3.connect(":memory:").execute("PRAGMA hard_heap_limit=1")
+module.LOOK_S = 0.0
+writer = module.LogWriter(Path(sys.argv[1]), keep=Keep(days=1))
+writer.on_stored = crowd
+writer.write(generation(0))
+assert writer.flush()
+writer.write(generation(1))
+assert not writer.flush()
+print(writer.problem)
+"""
+
+
+def test_a_writer_without_memory_to_delete_what_has_expired_goes_on(tmp_path: Path) -> None:
+    """Its thread ended, and nothing was logged from then on, nor was that said."""
+    assert "cannot be written (MemoryError); 1 waiting" in run_script(RUNS_OUT_OF_MEMORY, tmp_path / "records.db")
+
+
 def fill(file: Path) -> None:
     """Write until the file system is full."""
     with file.open("wb", buffering=0) as filler, contextlib.suppress(OSError):

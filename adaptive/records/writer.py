@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, first_line
 from adaptive.printable import counted
 from adaptive.records.features import Features, FeatureSpool, tokens_hash
 from adaptive.records.recover import (
@@ -63,6 +63,10 @@ STEPS = 1000
 
 # Errors of SQLite that mean that the generation itself is wrong, so that another try cannot succeed.
 PERMANENT = (sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
+
+# Errors of the deletion of what has expired. They may not end the writer's thread: the next deletion tries again, and
+# generations are to be written meanwhile.
+TIDYING = (AdaptiveError, sqlite3.Error, OSError, MemoryError)
 
 
 @dataclass(frozen=True)
@@ -298,12 +302,12 @@ class LogWriter:
             self._unfinished = False
             if keep.days is not None and forget_set_aside(self.path, time.time() - 86400 * keep.days):
                 logger.info("damaged logs that were set aside more than %g days ago are deleted", keep.days)
-        except (sqlite3.Error, OSError) as error:
+        except TIDYING as error:
             self._unfinished = "interrupted" in str(error)  # by ``_must_stop``
             if not self._unfinished:
-                logger.warning("old records cannot be deleted now: %s", error)
+                logger.warning("old records cannot be deleted now: %s", first_line(error))
             if isinstance(error, sqlite3.Error) and is_damage(error):
-                with contextlib.suppress(AdaptiveError, OSError, sqlite3.Error):  # the next generation tries again
+                with contextlib.suppress(*TIDYING):  # the next generation tries again
                     self._replace_damaged()
             return
         finally:
@@ -322,8 +326,8 @@ class LogWriter:
             return
         try:
             self._spool.sweep(self._connection, self._must_stop)
-        except (sqlite3.Error, OSError) as error:
-            logger.warning("the features of deleted records cannot be removed now: %s", error)
+        except TIDYING as error:
+            logger.warning("the features of deleted records cannot be removed now: %s", first_line(error))
 
     def _conclude(self, waiting: Waiting, failure: str | None, permanent: str | None) -> bool:
         """Record the outcome of one try. False if a closing writer must stop although generations wait."""
