@@ -45,15 +45,17 @@ def path(tmp_path: Path) -> Path:
     return place
 
 
-def test_an_error_that_may_pass_is_no_damage(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that cannot be read for a moment: training would leave sound records out, and `check` name them."""
+@pytest.mark.parametrize("problem", ["disk I/O error", "locking protocol"])
+def test_an_error_that_may_pass_is_no_damage(path: Path, monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
+    """A disk that cannot be read for a moment, or locks of a network disk that cannot be had: training would leave
+    sound records out, `check` name them, and a writer replace the log."""
 
     def unreadable(*args: object) -> None:
-        raise sqlite3.OperationalError("disk I/O error")
+        raise sqlite3.OperationalError(problem)
 
     with Log(path) as log:
         monkeypatch.setattr("adaptive.records.log.read_rows", unreadable)
-        with pytest.raises(AdaptiveError, match="disk I/O error"):
+        with pytest.raises(AdaptiveError, match=problem):
             list(log.generations())
         assert log.damaged == {}
         monkeypatch.undo()

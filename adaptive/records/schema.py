@@ -95,7 +95,9 @@ SQLITE_NEEDS = 256 << 10
 MOST_VERSIONS = 1000
 
 # Words in SQLite's errors whose cause is the machine, not the file (error codes exist only from Python 3.11 on).
-NOT_DAMAGE = ("locked", "busy", "full", "disk i/o", "readonly", "unable to open", "wal mode", "interrupted", "memory")
+NOT_DAMAGE = (
+    "locked", "locking", "busy", "full", "disk i/o", "readonly", "unable to open", "wal mode", "interrupted", "memory",
+)  # fmt: skip
 
 
 def add_round_times(connection: sqlite3.Connection) -> None:
