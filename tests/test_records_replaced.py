@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from records_factory import generation, start
+from small_disks import small_disk
 
 from adaptive.errors import AdaptiveError
 from adaptive.records import recover, schema
@@ -169,3 +171,52 @@ def test_a_writer_starts_while_another_program_holds_the_lock_and_its_ids_contin
     assert writer.problem is None
     assert writer.close()
     assert Log(path).last_id() == 501
+
+
+def large(folder: Path) -> Path:
+    """A damaged log of some 3 MB, which only a new record meets."""
+    path = folder / "large" / "records.db"
+    with LogWriter(path) as writer:
+        for number in range(COUNT):
+            writer.write(generation(number, text=f"answer {number}", tokens=2500))
+    spoil_index(path)
+    return path
+
+
+def test_a_new_log_takes_no_more_room_than_its_records(tmp_path: Path) -> None:
+    """It took twice as much, in a write-ahead log: a log of half a disk could never be replaced."""
+    full = large(tmp_path)
+    size = full.stat().st_size
+    with small_disk(tmp_path / "small", f"{5 * size // 2 >> 10}k") as folder:
+        path = folder / "records.db"
+        shutil.copyfile(full, path)
+        connection, said = open_for_writing(path, suspect=True)
+        connection.close()
+        assert "was damaged" in str(said)
+        assert len(texts(path)) == COUNT
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts what this process has open")
+def test_a_damaged_log_for_which_there_is_no_room_is_neither_copied_nor_opened_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try, one for every answer, kept two connections open, and wrote the disk full with a part of a copy."""
+    monkeypatch.setattr(recover, "CHECKED_AT_START", 1000)
+    full = large(tmp_path)
+    size = full.stat().st_size
+    with small_disk(tmp_path / "small", f"{3 * size >> 10}k") as folder:
+        path = folder / "records.db"
+        shutil.copyfile(full, path)
+        filler = folder / "filler"
+        filler.write_bytes(bytes(3 * size // 2))
+        with LogWriter(path) as writer:
+            counts = []
+            for number in range(COUNT, COUNT + 12):
+                writer.write(generation(number, text=f"answer {number}"))
+                assert not writer.flush()
+                counts.append(len(os.listdir("/proc/self/fd")))
+            assert "a new one takes up to" in str(writer.problem)
+            assert max(counts) <= counts[0] + 2
+            filler.unlink()
+            assert writer.flush(), writer.problem
+        assert texts(path) == [f"answer {number}" for number in range(COUNT + 12)]

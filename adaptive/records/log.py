@@ -23,7 +23,8 @@ from adaptive.records.drafters import DrafterFigures, drafter_figures
 from adaptive.records.erase import delete, selection, shrink
 from adaptive.records.figures import FiguresTable, is_packed
 from adaptive.records.holders import Held, search
-from adaptive.records.recover import Place, abandon, remove
+from adaptive.records.place import Place, abandon
+from adaptive.records.recover import remove
 from adaptive.records.rows import (
     DamagedRecordError,
     answered,

@@ -24,15 +24,19 @@ WAL_MAGIC = (0x377F0682, 0x377F0683)
 WAL_HEADER, FRAME_HEADER = 32, 24
 
 
+def page_size(header: bytes) -> int:
+    """Bytes of a page, by the ``header`` of a file (1.3)."""
+    said = int.from_bytes(header[16:18], "big")
+    return said if said in (512, 1024, 2048, 4096, 8192, 16384, 32768) else PAGE_SIZE
+
+
 class Pages:
     """The pages of the file at ``path``, with the newer pages of its write-ahead log. A context manager, which closes
     the file."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb")
-        header = self._file.read(100)
-        said = int.from_bytes(header[16:18], "big")
-        self.size = said if said in (512, 1024, 2048, 4096, 8192, 16384, 32768) else PAGE_SIZE
+        self.size = page_size(self._file.read(100))
         self.count = (path.stat().st_size + self.size - 1) // self.size
         wal = path.with_name(path.name + "-wal")
         self._newer: dict[int, bytes] = {}

@@ -8,7 +8,6 @@ other processes detect that the path has another file (``Place``).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
 import shutil
@@ -21,7 +20,8 @@ from typing import Any
 
 from adaptive.errors import AdaptiveError
 from adaptive.printable import counted
-from adaptive.records.pages import Pages, cut_short
+from adaptive.records.pages import Pages, cut_short, page_size
+from adaptive.records.place import Place, abandon
 from adaptive.records.rows import CHECKED, ROUND, insert, mended
 from adaptive.records.schema import (
     BUSY_S,
@@ -62,6 +62,7 @@ def open_for_writing(path: Path, suspect: bool = False) -> tuple[sqlite3.Connect
 
     Raises AdaptiveError if the log cannot be used for another reason than damage, or cannot be replaced now.
     """
+    suspect = suspect or _known_damage(path) is not None
     if not path.exists() or (path.stat().st_size > CHECKED_AT_START and not suspect):
         with contextlib.suppress(DamagedLogError):
             return connect(path), None
@@ -96,11 +97,32 @@ class Examined:
             self.connection.close()
 
 
+# Damaged logs that could not be replaced yet, by their paths. Every next try, some seconds later, would read the whole
+# file again, and open connections that must stay open.
+_damaged: dict[Path, tuple[Place, Examined]] = {}
+
+
+def _known_damage(path: Path) -> Examined | None:
+    """The result of ``examine`` for the damaged file that is still at ``path``; None if there is no such file."""
+    place, found = _damaged.get(path, (None, None))
+    return found if place is not None and place.holds() else None
+
+
 def examine(path: Path) -> Examined:
     """Check whether the file itself is sound; the contents of records are not checked.
 
     Raises AdaptiveError if it cannot be read now.
     """
+    if (known := _known_damage(path)) is not None:
+        return known
+    place = Place.of(path) if path.exists() else None
+    found = _examined(path)
+    if found.wrong is not None and place is not None and place.holds():
+        _damaged[path] = place, found
+    return found
+
+
+def _examined(path: Path) -> Examined:
     try:
         connection = connect(path)
     except DamagedLogError as error:
@@ -149,8 +171,9 @@ def recover(path: Path) -> str:
             return ""
         new = None
         try:
+            _require_room(path, found.wrong)
             new = files.unfinished(path.parent)
-            with _nobody_writes(path):
+            with _nobody_writes(path, found.connection):
                 kept = _rebuild_unchanged(path, new)
                 aside = _set_aside(path)
                 os.replace(new, path)
@@ -164,6 +187,7 @@ def recover(path: Path) -> str:
             found.let_go()
             if new is not None:
                 files.finished(new)
+        _damaged.pop(path, None)
     return (
         f"the log was damaged ({found.wrong}): a new one has the {counted(kept, 'record')} that could be read, and the "
         f"damaged file is set aside as {aside.name}"
@@ -183,25 +207,48 @@ def replacing(path: Path) -> Iterator[None]:
         raise AdaptiveError(f"another process has held {path.with_name('records.lock')} for long; end it") from error
 
 
+def _require_room(path: Path, wrong: str) -> None:
+    """Raise DiskFullError if the disk has no room for the pages in use of a log, before gigabytes are copied in
+    vain."""
+    with path.open("rb") as file:
+        header = file.read(100)
+    size = path.stat().st_size
+    unused = page_size(header) * int.from_bytes(header[36:40], "big")
+    needed, free = size - (unused if unused < size else 0), shutil.disk_usage(path.parent).free
+    if free < needed:
+        raise DiskFullError(
+            f"log {path} is damaged ({wrong}) and cannot be replaced: a new one takes up to {needed / 1e6:.0f} MB, and "
+            f"{free / 1e6:.0f} MB are free; free some disk space"
+        )
+
+
 @contextmanager
-def _nobody_writes(path: Path) -> Iterator[None]:
+def _nobody_writes(path: Path, connection: sqlite3.Connection | None) -> Iterator[None]:
     """Hold the write lock of a damaged log, unless the damage prevents that. A record that another process commits
-    after its page was read would be in the damaged file only.
+    after its page was read would be in the damaged file only. ``connection`` is one to it, if it could be opened.
 
     Raises AdaptiveError if another program holds the lock for BUSY_S.
     """
-    connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
+    own = None if connection is not None else sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
+    holder = connection or own
+    assert holder is not None
+    replaced = False
     try:
         try:
-            connection.execute("BEGIN IMMEDIATE")
+            holder.execute("BEGIN IMMEDIATE")
         except (sqlite3.Error, UnicodeDecodeError) as error:
             if "locked" in str(error):
                 raise _in_use(path) from error
         yield
+        replaced = True
     finally:
         with contextlib.suppress(sqlite3.Error):
-            connection.execute("ROLLBACK")
-        abandon(connection)
+            holder.execute("ROLLBACK")
+        if own is not None and replaced:
+            abandon(own)
+        elif own is not None:
+            with contextlib.suppress(sqlite3.Error):
+                own.close()
 
 
 def _rebuild_unchanged(path: Path, new: Path) -> int:
@@ -230,6 +277,8 @@ def _rebuild(path: Path, new: Path) -> int:
     """Write the readable records of the log at ``path`` into a new log at ``new``. Returns their number."""
     with Pages(path) as pages, contextlib.closing(connect(new)) as connection:
         names = [row[1] for row in connection.execute("PRAGMA table_info(generations)")]
+        # Not a write-ahead log, which would take as much room again; and one file, which can be renamed.
+        connection.execute("PRAGMA journal_mode=MEMORY")
         count = 2 + len(Round._fields)
         copy_round = f"INSERT OR IGNORE INTO rounds (generation, idx, {ROUND}) VALUES (?{', ?' * (count - 1)})"
         newest = kept = 0
@@ -245,7 +294,6 @@ def _rebuild(path: Path, new: Path) -> int:
                     kept, newest = kept + 1, max(newest, row)
             connection.execute("DELETE FROM rounds WHERE generation NOT IN (SELECT id FROM generations)")
             continue_ids(connection, newest)
-        connection.execute("PRAGMA journal_mode=DELETE")  # leaves a single file, which can be renamed
     return kept
 
 
@@ -422,36 +470,3 @@ def remove_set_aside(path: Path, file: Path) -> None:
         file.unlink()
     else:
         overwrite_and_remove(file)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Identifies the file that was at the log's path when it was opened."""
-
-    path: Path
-    device: int
-    inode: int
-
-    @classmethod
-    def of(cls, path: Path) -> Place:
-        """The file that is at ``path`` now. Raises OSError if there is none."""
-        found = os.stat(path)
-        return cls(path, found.st_dev, found.st_ino)
-
-    def holds(self) -> bool:
-        """Whether the same file is still at the path."""
-        try:
-            return Place.of(self.path) == self
-        except OSError:
-            return False
-
-
-def abandon(connection: sqlite3.Connection) -> None:
-    """Give up the connection to a log that was moved, replaced or damaged; commits are first copied into its file.
-
-    The connection is never closed: at the last close SQLite removes the write-ahead log by its name, which may by then
-    be the name of another log's.
-    """
-    with contextlib.suppress(sqlite3.Error, UnicodeDecodeError):
-        connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))

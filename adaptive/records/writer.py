@@ -22,9 +22,8 @@ from types import TracebackType
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.printable import counted
 from adaptive.records.features import Features, FeatureSpool, tokens_hash
+from adaptive.records.place import Place, abandon
 from adaptive.records.recover import (
-    Place,
-    abandon,
     continue_ids,
     forget_set_aside,
     last_given_id,
