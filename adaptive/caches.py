@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaptive.engines.protocol import Engine, Memory, draft_sequence, sequences
+from adaptive.engines.protocol import Engine, Memory, Rests, draft_sequence, sequences
 from adaptive.engines.protocol import Sequence as EngineSequence
 from adaptive.errors import AdaptiveError, NoMemoryError, first_line
 from adaptive.kept import LEAST, Kept, KeptCaches, Tensors
@@ -93,6 +93,7 @@ class Conversation:
         self.name = name or uuid.uuid4().hex[:12]
         self.opening = None if name else opening
         self.under_way = False  # an answer is being decoded in it, and uses its caches
+        self.resting = True  # no pass was made since ``rest``
         self.private = False  # an answer in it must not be recorded: nothing of it is written to disk
         self._file: Path | None = None  # the file of its cache, written at ``_written`` tokens
         self._engines = target, draft
@@ -104,6 +105,14 @@ class Conversation:
         target, draft = sequences(*self._engines)
         self.target = CachedSequence(target)
         self.draft = CachedSequence(draft) if draft else None
+
+    def rest(self) -> None:
+        """Free what only passes need: it is no part of ``memory``, which is limited."""
+        if not self.resting:
+            self.resting = True
+            for cache in (self.target, self.draft):
+                if cache is not None and isinstance(cache.sequence, Rests):
+                    cache.sequence.rest()
 
     def forget_draft(self) -> None:
         """Empty the draft's cache, because other weights have computed it."""
@@ -211,6 +220,10 @@ class Conversations:
             session, found = found, Conversation(self._target, self._draft, name, opening)
             found.name = found.name if session is None else session.name
         self._kept = [*(c for c in self._kept[-REMEMBERED:] if c is not found), found]
+        for other in self._kept:
+            if other is not found and not other.under_way:
+                other.rest()
+        found.resting = False
         source = max(self._kept, key=lambda c: c.target.common(prompt))
         shared = source.target.common(prompt)
         file = None if self._files is None else self._files.best(prompt, max(shared, found.target.common(prompt)))

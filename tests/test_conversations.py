@@ -123,6 +123,28 @@ def test_caches_stay_within_their_limit_and_a_conversation_keeps_its_session(ses
     assert sessions(session) == [2, 1, 1, 1]
 
 
+def test_a_chat_that_rests_holds_nothing_but_its_cache(session: OpenedPair) -> None:
+    """The logits of a round are megabytes if a vocabulary is large, and no limit counts them."""
+    if session.pair.target.sequence().fused is None:
+        pytest.skip("needs the kernels, which write logits into a buffer of the sequence")
+
+    def beside() -> list[int]:
+        """Bytes of logits and probabilities in each conversation, the last used one at the end."""
+        texts = [[c.target.sequence, c.draft.sequence] for c in session.assistant.conversations._kept if c.draft]
+        return [sum(rows._buffer.nbytes for one in two for rows in (one._logits, one._probs)) for two in texts]  # type: ignore[attr-defined]
+
+    boat, sky = Message("user", "What is a boat?"), Message("user", "Why is the sky blue?")
+    said, *_ = ask(session, boat)
+    alone = beside()
+    ask(session, sky)
+    ask(session, Message("user", "Who was Ada?"))
+    held = beside()
+    assert (held[:-1], held[-1] > 0, alone[0] > 0) == ([0, 0], True, True)
+    _, cached, _ = ask(session, boat, Message("assistant", said), sky)
+    assert cached > 0
+    assert [one > 0 for one in beside()] == [False, False, True]
+
+
 def test_without_memory_for_caches_the_chats_of_clients_are_still_sessions(session: OpenedPair) -> None:
     session.assistant.conversations.limit = 0
     one, other = Message("user", "What is a boat?"), Message("user", "Why is the sky blue?")

@@ -200,6 +200,14 @@ class Prepares(Protocol):
 
 
 @runtime_checkable
+class Rests(Protocol):
+    """A sequence whose passes take memory that is no part of its cache: rows of logits."""
+
+    def rest(self) -> None:
+        """Free that memory until the next pass; the contents stay."""
+
+
+@runtime_checkable
 class PreparesTogether(Protocol):
     """An engine that prepares passes over several sequences, which takes a while the first time."""
 

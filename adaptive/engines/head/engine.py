@@ -68,7 +68,7 @@ class HeadSequence:
         self._skipped = 0  # leading tokens without a row
         self._exact = 0  # leading tokens that were computed from the target's features
         self._read: torch.Tensor | None = None  # keeps the features alive that a native call reads
-        self._logits, self._few, self._probs = Rows(engine.vocab_size), Rows(0), Rows(0)
+        self.rest()
 
     @property
     def fused(self) -> HeadSequence | None:
@@ -93,6 +93,10 @@ class HeadSequence:
     def reserve(self, length: int) -> None:
         """Reserve capacity for ``length`` tokens in all; see the protocol."""
         reserve(self.cache, min(length, self.engine.context_length))
+
+    def rest(self) -> None:
+        """Free the rows of logits and probabilities; see the protocol."""
+        self._logits, self._few, self._probs = Rows(self.engine.vocab_size), Rows(0), Rows(0)
 
     def prepare(self, length: int, chooser: Chooser | None = None) -> None:
         """Record passes if the engine records them; see the protocol."""

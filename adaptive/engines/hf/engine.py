@@ -68,7 +68,7 @@ class TransformersSequence:
             self.cache = RollbackCache(engine.model.config.get_text_config(), features)
         self._keeps = features
         self.tree = NO_TREE  # its nodes are stored after the cache's tokens
-        self._logits, self._probs = Rows(engine.vocab_size), Rows(0)
+        self.rest()
 
     @property
     def fused(self) -> TransformersSequence | None:
@@ -88,6 +88,10 @@ class TransformersSequence:
     def reserve(self, length: int) -> None:
         """Reserve capacity for ``length`` tokens in all; see the protocol."""
         reserve(self.cache, min(length, self.engine.context_length))
+
+    def rest(self) -> None:
+        """Free the rows of logits and probabilities; see the protocol."""
+        self._logits, self._probs = Rows(self.engine.vocab_size), Rows(0)
 
     def prepare(self, length: int, chooser: Chooser | None = None) -> None:
         """Record passes if the engine records them; see the protocol."""
