@@ -309,6 +309,8 @@ class AdapterStore:
 
     def _needless(self, keep: int, back: str | None) -> tuple[str, ...]:
         names, current = numbered(self.root), self.current_id()
+        if current is None and self._in_use.garbled():
+            current = self._in_use.lost()  # which ``usable`` brings into use again
         needed = {*ids(self.root)[-keep:], *names[-1:], current, back, *self._in_use.fallbacks(current)[:1]}
         return tuple(name for name in names if name not in needed)
 

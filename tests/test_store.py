@@ -288,6 +288,13 @@ def test_prune_keeps_the_newest_the_one_in_use_and_its_fallback(tmp_path: Path) 
         store.prune(0)
 
 
+def test_beside_a_garbled_current_a_prune_keeps_the_adapter_in_use(tmp_path: Path) -> None:
+    store = published(tmp_path / "adapters", 6, promote=2)
+    (store.root / "CURRENT").write_text("garbage")
+    assert store.prunable(1) == store.prune(1) == ("0003", "0004", "0005")
+    assert store.usable(BASE)[0] == store.show("0002")
+
+
 def test_what_is_pruned_still_counts_as_training_and_its_records_as_used(tmp_path: Path) -> None:
     store, judged = AdapterStore(tmp_path / "adapters"), HeldOut(10, 900, 4, *[Interval(0.5, 0.4, 0.6)] * 5)
     runs = [(10.0, None, 900), (30.0, judged, 900), (5.0, None, 40), (20.0, judged, None), (7.0, judged, 50)]
