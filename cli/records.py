@@ -19,7 +19,7 @@ from cli.output import print_json
 
 if TYPE_CHECKING:
     from adaptive.records.check import Findings, Repairs
-    from adaptive.records.log import LogStats
+    from adaptive.records.logged import LogStats
     from adaptive.settings import Settings
 
 app = group("The log of what was said: look at it, export it, delete it.\n\nExample: adaptive records stats")

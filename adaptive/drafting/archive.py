@@ -17,7 +17,8 @@ from adaptive.control.matches import Matches
 from adaptive.drafting.history import HistoryDrafter, RunningText
 from adaptive.drafting.suffixes import LONGEST, Suffixes, compiled, suffixes
 from adaptive.errors import AdaptiveError, first_line
-from adaptive.records.log import Log, LoggedText
+from adaptive.records.log import Log
+from adaptive.records.logged import LoggedText
 
 logger = logging.getLogger("adaptive.history")
 

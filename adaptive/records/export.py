@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from adaptive.errors import AdaptiveError
-from adaptive.records.log import Log, LoggedGeneration
+from adaptive.records.log import Log
+from adaptive.records.logged import LoggedGeneration
 from adaptive.records.rows import answered
 from adaptive.types import Message
 

@@ -10,19 +10,18 @@ import sqlite3
 import time
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from adaptive.errors import AdaptiveError
 from adaptive.records.drafters import DrafterFigures, drafter_figures
 from adaptive.records.erase import delete, selection, shrink
 from adaptive.records.figures import FiguresTable, is_packed
 from adaptive.records.holders import Held, search
+from adaptive.records.logged import LoggedGeneration, LoggedText, LogStats, Session, Share
 from adaptive.records.place import Place, abandon
 from adaptive.records.recover import remove
 from adaptive.records.rows import (
@@ -48,7 +47,7 @@ from adaptive.records.schema import (
     transaction,
 )
 from adaptive.records.stats import Drafted
-from adaptive.types import LEAST_TEMPERATURE, Generation, Message, Round
+from adaptive.types import LEAST_TEMPERATURE, Message, Round
 
 # Generations read at a time. Each page is one short read, so that a slow reader never keeps the
 # writer from emptying the WAL. Too high costs memory (about 100 kB a generation), too low costs queries.
@@ -72,61 +71,6 @@ def around_reads(held: AbstractContextManager[Any]) -> Iterator[None]:
         yield
     finally:
         _around = before
-
-
-@dataclass(frozen=True)
-class LoggedGeneration:
-    """A generation and its id in the log. Ids grow with time and are never reused."""
-
-    id: int
-    generation: Generation
-
-
-@dataclass(frozen=True)
-class LoggedText:
-    """The token ids of a record, prompt and answer together, with its session and owner."""
-
-    id: int
-    session: str
-    owner: str
-    tokens: npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class Session:
-    """One session: ``first`` and ``last`` are the times of its first and last generation (seconds since the epoch),
-    ``opening`` is the user's first message."""
-
-    id: str
-    generations: int
-    first: float
-    last: float
-    opening: str
-
-
-@dataclass(frozen=True)
-class Share:
-    """Generations and output tokens of one domain or adapter (None: without a domain or adapter)."""
-
-    name: str | None
-    generations: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class LogStats:
-    """The contents of the log. ``positions`` are output tokens with supervision; ``size`` is bytes on
-    disk, the WAL included; ``first`` and ``last`` are seconds since the epoch."""
-
-    generations: int
-    sessions: int
-    tokens: int
-    positions: int
-    size: int
-    first: float | None
-    last: float | None
-    by_domain: tuple[Share, ...]
-    by_adapter: tuple[Share, ...]
 
 
 class Log:

@@ -17,8 +17,8 @@ from urllib.parse import quote
 
 from adaptive.errors import AdaptiveError
 from adaptive.records.log import Log
-from adaptive.records.recover import continue_ids, last_given_id, open_for_writing
-from adaptive.records.rows import insert
+from adaptive.records.recover import open_for_writing
+from adaptive.records.rows import continue_ids, insert, last_given_id
 from adaptive.records.schema import connect, damaged, is_damage, transaction, unusable
 from adaptive.state import PairState
 from adaptive.types import Generation

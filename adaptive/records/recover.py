@@ -22,7 +22,7 @@ from adaptive.errors import AdaptiveError
 from adaptive.printable import counted
 from adaptive.records.pages import Pages, cut_short, page_size
 from adaptive.records.place import Place, abandon
-from adaptive.records.rows import CHECKED, ROUND, insert, mended
+from adaptive.records.rows import CHECKED, ROUND, continue_ids, insert, mended
 from adaptive.records.schema import (
     BUSY_S,
     DamagedLogError,
@@ -324,22 +324,6 @@ def _take(connection: sqlite3.Connection, number: int, values: dict[str, object]
     except (sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError):  # a damaged row without a checksum
         return False
     return True
-
-
-def continue_ids(connection: sqlite3.Connection, newest: int) -> None:
-    """Make new ids start after ``newest``, since manifests of adapters refer to records by id."""
-    connection.execute("DELETE FROM sqlite_sequence WHERE name = 'generations' AND seq < ?", (newest,))
-    connection.execute(
-        "INSERT INTO sqlite_sequence SELECT 'generations', ? WHERE NOT EXISTS "
-        "(SELECT 1 FROM sqlite_sequence WHERE name = 'generations')",
-        (newest,),
-    )
-
-
-def last_given_id(connection: sqlite3.Connection) -> int:
-    """The last id given to a record of this log, which may have been deleted since; 0 for none."""
-    row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'generations'").fetchone()
-    return 0 if row is None else int(row[0])
 
 
 def _set_aside(path: Path) -> Path:

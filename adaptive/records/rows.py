@@ -85,6 +85,22 @@ def insert(connection: sqlite3.Connection, generation: Generation, number: int |
     return number
 
 
+def continue_ids(connection: sqlite3.Connection, newest: int) -> None:
+    """Make new ids start after ``newest``, since manifests of adapters refer to records by id."""
+    connection.execute("DELETE FROM sqlite_sequence WHERE name = 'generations' AND seq < ?", (newest,))
+    connection.execute(
+        "INSERT INTO sqlite_sequence SELECT 'generations', ? WHERE NOT EXISTS "
+        "(SELECT 1 FROM sqlite_sequence WHERE name = 'generations')",
+        (newest,),
+    )
+
+
+def last_given_id(connection: sqlite3.Connection) -> int:
+    """The last id given to a record of this log, which may have been deleted since; 0 for none."""
+    row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'generations'").fetchone()
+    return 0 if row is None else int(row[0])
+
+
 def _times(rounds: Sequence[Round]) -> tuple[int, float, int, float, float, int]:
     """The values of ``round_times``: the number of rounds and their seconds; the number and seconds of those that show
     how long plain decoding takes; the seconds that passes at the start took longer than later ones over as many drafted

@@ -23,16 +23,9 @@ from adaptive.errors import AdaptiveError, first_line
 from adaptive.printable import counted
 from adaptive.records.features import Features, FeatureSpool, tokens_hash
 from adaptive.records.place import Place, abandon
-from adaptive.records.recover import (
-    continue_ids,
-    forget_set_aside,
-    last_given_id,
-    open_for_writing,
-    remove_beside,
-    replacing,
-)
+from adaptive.records.recover import forget_set_aside, open_for_writing, remove_beside, replacing
 from adaptive.records.retention import LOOK_S, Keep
-from adaptive.records.rows import insert
+from adaptive.records.rows import continue_ids, insert, last_given_id
 from adaptive.records.schema import DiskFullError, connect, is_damage, transaction, unusable
 from adaptive.records.waiting import Pending, Waiting
 from adaptive.types import Generation

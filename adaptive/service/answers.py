@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from adaptive.decoding.text import TextStream
 from adaptive.records.deletion import begun, delete_answers
 from adaptive.records.holders import Held
-from adaptive.records.log import Log, LoggedGeneration
+from adaptive.records.log import Log
+from adaptive.records.logged import LoggedGeneration
 from adaptive.records.origins import origins
 from adaptive.records.stats import count_rounds, tokens_per_round
 from adaptive.service.api import Api
