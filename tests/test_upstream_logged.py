@@ -254,6 +254,39 @@ def test_a_model_that_a_server_gets_later_is_not_the_target(stage: Make) -> None
     assert len(here.server.asked("/v1/models")) == 2
 
 
+def test_answers_of_a_model_that_took_the_place_of_the_target_are_not_logged(
+    stage: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server was started again with another model, and answers whatever name a request has."""
+    listed = [{"id": "first", "owned_by": "llamacpp"}]
+
+    def script(heard: Heard, connection: socket.socket) -> None:
+        if heard.path == "/v1/models":
+            connection.sendall(plain(json.dumps({"data": listed}).encode(), more=CLOSE))
+        else:
+            say(heard, connection)
+
+    def ask(name: str | None) -> None:
+        assert httpx.post(here.url + CHAT, json={**ASK, "model": name}, timeout=60).status_code == 200
+
+    monkeypatch.setattr("adaptive.upstream.discovery.AGAIN_S", 0.0)
+    here = stage(script, kind="several")
+    ask("first")
+    here.logged(1)
+    for name, gone in (("second", True), ("first", False)):
+        listed[0]["id"] = name
+        ask("first")  # beside which the list is asked for
+        until(lambda gone=gone: here.proxy.discovery.served.gone == gone)  # type: ignore[misc, union-attr]
+        before = here.book.counts["missed"]
+        for other in ("first", "any", None):
+            ask(other)
+        until(lambda before=before, gone=gone: here.book.counts["missed"] == before + 3 * gone)  # type: ignore[misc]
+    assert len(here.logged(5)) == 5
+    said = [record.getMessage() for record in caplog.records if "any more" in record.getMessage()]
+    assert len(said) == 1
+    assert "does not list first any more, and nothing is logged until it does" in said[0]
+
+
 def test_a_router_is_asked_about_the_model_that_a_request_names(stage: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokens, and what it draws with; the latter once more, while it does not say that."""
     loading, tokens = True, [5, 6, 7]

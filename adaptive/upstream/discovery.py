@@ -23,8 +23,9 @@ logger = logging.getLogger("adaptive.upstream")
 
 # What a server answers that has no list of its models.
 UNLISTED = frozenset({404, 405, 501})
-# Seconds after which a name that the server did not list is asked for again, and how many such names are remembered.
-# Too low: needless requests. Too high: answers of a new model are logged as the target's.
+# Seconds after which the list of models is asked for again, before a request for a name that was not listed, or else
+# beside a request; and how many such names are remembered. Too low: needless requests. Too high: answers of another
+# model, with which the server was started again, are logged as the target's.
 AGAIN_S, MOST_NAMES = 60.0, 100
 # Fewer alternatives a token, which are asked for where a server does not give as many as its kind does.
 FEWER = (5, 0)
@@ -44,6 +45,7 @@ class Discovery:
         self._model = model
         self._looking: asyncio.Task[None] | None = None  # a request for the list of the server's models
         self._looked: dict[str, float] = {}  # when it was last made for an unknown name, by name
+        self._last = -math.inf  # when it was last made
         self._most = MOST  # alternatives a token that the server is known or believed to give
         self._refusals = 0  # in a row, of requests with that many
 
@@ -53,8 +55,9 @@ class Discovery:
             self._looking.cancel()
 
     async def known(self, key: str | None, name: str) -> Kind:
-        """The kind of the server; unknown while it does not answer. It is asked for its models once, and again when a
-        request names a model ``name`` that it did not list: it may have got that since."""
+        """The kind of the server; unknown while it does not answer. It is asked for its models once, again when a
+        request names a model ``name`` that it did not list, because it may have got that since, and now and then, since
+        it may have been started again with another one."""
         if self.served is None or self._is_new(name):
             if self._looking is None:
                 self._looking = asyncio.create_task(self._look(key))
@@ -62,6 +65,8 @@ class Discovery:
             self._looked[name] = time.monotonic()
             if len(self._looked) > MOST_NAMES:
                 del self._looked[next(iter(self._looked))]
+        elif self._looking is None and time.monotonic() - self._last >= AGAIN_S:
+            self._looking = asyncio.create_task(self._look(key))  # beside this request, which does not wait for it
         return self.kind or UNKNOWN
 
     def _is_new(self, name: str) -> bool:
@@ -73,6 +78,7 @@ class Discovery:
 
     async def _look(self, key: str | None) -> None:
         """Ask the server for its models, on behalf of all requests that wait for that."""
+        self._last = time.monotonic()
         headers = [] if key is None else [(b"authorization", key.encode("latin-1"))]
 
         async def ask() -> tuple[int, bytes]:
@@ -84,7 +90,7 @@ class Discovery:
             said = json.loads(body) if status == 200 else None
             if said is not None or (self.kind is not None and status in UNLISTED):
                 self._found(said)
-        except (UnreachableError, UnsendableError, ServerCutError, asyncio.TimeoutError, ValueError):
+        except (UnreachableError, UnsendableError, ServerCutError, asyncio.TimeoutError, ValueError, RecursionError):
             pass
         finally:
             self._looking = None
@@ -93,11 +99,17 @@ class Discovery:
         """The server has said its models."""
         before = self.served
         # The target stays the one that it was, whatever is listed first now.
-        self.served = served(models, self._model or (None if before is None else before.name or None))
+        self.served = served(models, self._model, before)
         if self.kind is None:
             self.kind = kind_of(models)
             logger.info("the server at %s is %s", self._connections.url, self.kind.name)
-        if self.served.others and (before is None or before.alone):
+        if self.served.gone and before is not None and not before.gone:
+            logger.warning(
+                "the server does not list %s any more, and nothing is logged until it does; if it only has another name "
+                "now, start the proxy again",
+                self.served.name,
+            )
+        elif self.served.others and (before is None or before.alone):
             logger.info("of its models, answers of %s are logged; --model names another", self.served.name)
 
     def unlogged(self, said: Mapping[str, Any]) -> str | None:
