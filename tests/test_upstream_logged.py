@@ -288,15 +288,15 @@ def test_answers_of_a_model_that_took_the_place_of_the_target_are_not_logged(
 
 
 def test_a_router_is_asked_about_the_model_that_a_request_names(stage: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tokens, and what it draws with; the latter once more, while it does not say that."""
-    loading, tokens = True, [5, 6, 7]
+    """Its tokens, and what it draws with; the latter once more, while it does not say that, and now and then."""
+    loading, tokens, heat = True, [5, 6, 7], 0.8
 
     def script(heard: Heard, connection: socket.socket) -> None:
         path, _, query = heard.path.partition("?")
         asked = json.loads(heard.body) if heard.body else {"model": query.removeprefix("model=")}
         said: dict[str, object] = {"prompt": "another template"} if path == "/apply-template" else {"tokens": tokens}
         if path == "/props":
-            said = {"default_generation_settings": {"params": {} if loading else {"temperature": 0.8, "top_k": 40}}}
+            said = {"default_generation_settings": {"params": {} if loading else {"temperature": heat, "top_k": 40}}}
         elif path == CHAT:
             choice = {"index": 0, "finish_reason": "stop", "message": {"content": "nicom"}}
             choice["logprobs"] = {"content": [json.loads(logprobs(FIRST + n, 7))["content"][0] for n in range(3)]}
@@ -315,6 +315,10 @@ def test_a_router_is_asked_about_the_model_that_a_request_names(stage: Make, mon
     first, second = here.logged(2)
     assert first.prompt.tolist() == second.prompt.tolist() == tokens
     assert (first.sampling.temperature, second.sampling.temperature, second.sampling.top_k) == (1.0, 0.8, 40)
+    heat = 0.5  # it was started again
+    monkeypatch.setattr("adaptive.upstream.logbook.ANEW_S", 0.0)
+    httpx.post(here.url + CHAT, json=body, timeout=60)
+    assert here.logged(3)[-1].sampling.temperature == 0.5
 
 
 def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -46,8 +46,9 @@ ASK_S = 10.0
 # An answer is logged when no request has been open for REST_S seconds, and at the latest PATIENCE_S seconds after its
 # end. Too low: logging, and its own requests to the server, delay the next answer. Too high: more answers wait.
 REST_S, PATIENCE_S = 0.05, 2.0
-# Seconds between two requests for the server's defaults, while it does not say them.
-AGAIN_S = 60.0
+# Seconds between two requests for the server's defaults: while it does not say them, and after that. Too high: a server
+# that was started again with others is taken to draw as before.
+AGAIN_S, ANEW_S = 60.0, 600.0
 # Reasons for misses that are kept, without their numbers, and characters of one. Clients' words may be in them, so that
 # there may be any number.
 MOST_REASONS, LONGEST_REASON = 100, 400
@@ -188,9 +189,10 @@ class Logbook:
         if self._prompts is None or self._prompts.kind is not exchange.kind:
             self._prompts = Prompts(self._vocabulary.tokenizer, exchange.kind)
             self._defaults, self._asked = {}, -math.inf
-        if not self._defaults and time.monotonic() - self._asked >= AGAIN_S:
+        if time.monotonic() - self._asked >= (ANEW_S if self._defaults else AGAIN_S):
             self._asked = time.monotonic()
-            self._defaults = defaults_of(exchange.kind, model_of(asked.said), self._asker(exchange), self._folder)
+            said = defaults_of(exchange.kind, model_of(asked.said), self._asker(exchange), self._folder)
+            self._defaults = said or self._defaults
         sampling = sampling_of(asked.said, self._defaults)
         counted = _counted(collected)
         prompts = self._prompts.of(asked.said, asked.chat, counted, self._asker(exchange))
