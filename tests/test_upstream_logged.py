@@ -125,8 +125,10 @@ def test_nothing_is_added_and_nothing_logged_for_who_opts_out(stage: Make) -> No
     assert httpx.get(here.url + "/adaptive/upstream", timeout=60).json()["private"] == 2
 
 
-def test_what_a_server_does_not_take_is_left_out(stage: Make) -> None:
-    """The client gets the server's reply to its own request, be it an answer or an error."""
+def test_what_a_server_does_not_take_is_left_out(
+    stage: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client gets the server's reply to its own request, be it an answer or an error. It is tried again later."""
 
     def script(heard: Heard, connection: socket.socket) -> None:
         asked = json.loads(heard.body)
@@ -144,6 +146,12 @@ def test_what_a_server_does_not_take_is_left_out(stage: Make) -> None:
         assert httpx.post(here.url + CHAT, json=ASK, timeout=60).status_code == 200
     assert tops(here) == [20, None, 20, None, 20, None, 5]
     assert here.proxy.status()["alternatives"] == 5
+    monkeypatch.setattr("adaptive.upstream.discovery.RETRIED_S", 0.0)
+    assert httpx.post(here.url + CHAT, json=ASK, timeout=60).status_code == 200
+    monkeypatch.undo()
+    assert httpx.post(here.url + CHAT, json=ASK, timeout=60).status_code == 200
+    assert tops(here)[-3:] == [20, None, 5]
+    assert sum("5 are asked for" in record.getMessage() for record in caplog.records) == 1
 
 
 def tops(here: Stage) -> list[int | None]:

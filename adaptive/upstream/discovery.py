@@ -32,6 +32,9 @@ FEWER = (5, 0)
 # Refusals in a row that mean fewer. Too low: a server that fails once by chance is asked for fewer from then on. Too
 # high: more requests are sent twice.
 IN_A_ROW = 2
+# Seconds after which as many are asked for again. Too low: a request is sent twice again and again. Too high: a server
+# that failed twice by chance, or got better, gives fewer for long.
+RETRIED_S = 3600.0
 
 
 class Discovery:
@@ -48,6 +51,8 @@ class Discovery:
         self._last = -math.inf  # when it was last made
         self._most = MOST  # alternatives a token that the server is known or believed to give
         self._refusals = 0  # in a row, of requests with that many
+        self._fewer = math.inf  # when it was asked for fewer
+        self._told: set[int] = set()  # numbers that people were told of
 
     def close(self) -> None:
         """End a request for the list of models."""
@@ -105,8 +110,8 @@ class Discovery:
             logger.info("the server at %s is %s", self._connections.url, self.kind.name)
         if self.served.gone and before is not None and not before.gone:
             logger.warning(
-                "the server does not list %s any more, and nothing is logged until it does; if it only has another name "
-                "now, start the proxy again",
+                "the server does not list %s any more, and nothing is logged until it does; "
+                "if it only has another name now, start the proxy again",
                 self.served.name,
             )
         elif self.served.others and (before is None or before.alone):
@@ -120,6 +125,8 @@ class Discovery:
 
     def alternatives(self, kind: Kind) -> int:
         """How many a token are asked for."""
+        if time.monotonic() - self._fewer >= RETRIED_S:
+            self._most, self._refusals, self._fewer = MOST, IN_A_ROW - 1, math.inf  # one refusal says enough now
         return min(kind.alternatives, self._most)
 
     def taken(self) -> None:
@@ -134,4 +141,7 @@ class Discovery:
         self._refusals += 1
         if self._refusals == IN_A_ROW:
             self._refusals, self._most = 0, next(most for most in FEWER if most < asked)
-            logger.warning("the server gives no %d alternatives a token; %d are asked for", asked, self._most)
+            self._fewer = time.monotonic()
+            if self._most not in self._told:
+                self._told.add(self._most)
+                logger.warning("the server gives no %d alternatives a token; %d are asked for", asked, self._most)
