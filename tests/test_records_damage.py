@@ -157,6 +157,29 @@ def test_a_repair_deletes_nothing_when_a_record_cannot_be_read_at_the_moment(
     assert repair(path, check(path)) == Repairs(mended=1, deleted=0, file=None)
 
 
+def test_a_record_that_is_not_read_for_want_of_memory_is_not_damaged(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repair would have deleted its supervision."""
+    connection = connect(path)
+    connection.execute("DELETE FROM rounds WHERE generation = 9 AND idx = 1")
+    connection.close()
+    found = check(path)
+    assert list(found.damaged) == [9]
+
+    def without_memory(data: bytes) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("adaptive.records.rows.decode", without_memory)
+        with pytest.raises(MemoryError):
+            check(path)
+        with pytest.raises(AdaptiveError, match="cannot be repaired now"):
+            repair(path, found)
+    assert repair(path, found) == Repairs(mended=1, deleted=0, file=None)
+    assert whole(path)[9].supervision is not None
+
+
 def test_an_export_leaves_damaged_records_out_and_says_so(path: Path, adaptive: Command, tmp_path: Path) -> None:
     damage_column(path, 7, "text", "TEXT")
     status, _, err = adaptive("records", "export", str(tmp_path / "out.jsonl"))

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, first_line
 from adaptive.records.log import Log
 from adaptive.records.recover import examine, recover
 from adaptive.records.rows import COLUMNS, insert, mended, read_rows, readable, select_columns
@@ -62,8 +62,8 @@ def repair(path: Path, found: Findings) -> Repairs:
     try:
         with transaction(connection):
             kept = _mend(connection, found.damaged)
-    except sqlite3.Error as error:
-        raise AdaptiveError(f"log {path} cannot be repaired now ({error}); try again") from error
+    except (sqlite3.Error, MemoryError) as error:
+        raise AdaptiveError(f"log {path} cannot be repaired now ({first_line(error)}); try again") from error
     finally:
         connection.close()
     return Repairs(kept, len(found.damaged) - kept, None)

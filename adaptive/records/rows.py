@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import sqlite3
@@ -201,10 +200,12 @@ def read_rows(
 def generation_of(row: sqlite3.Row | tuple[object, ...], rounds: Iterable[Round]) -> Generation:
     """The generation in one row of ``select_columns``, with its rounds.
 
-    Raises DamagedRecordError, which names the record, if it differs from what was written.
+    Raises DamagedRecordError, which names the record, if it differs from what was written, and MemoryError.
     """
     try:
         whole = _generation_of(dict(zip(("id", *COLUMNS), row, strict=True)), tuple(rounds))
+    except MemoryError:
+        raise
     except Exception as error:  # reading damaged bytes may raise anything
         said = str(error) if isinstance(error, AdaptiveError) else f"{type(error).__name__}: {error}"
         raise DamagedRecordError(f"record {row[0]} is damaged: {said}") from error
@@ -215,7 +216,8 @@ def mended(values: dict[str, Any], rounds: Iterable[Round]) -> Generation | None
     """The generation made of the intact parts of these COLUMNS; None if the checked columns, among them the text, are
     damaged.
 
-    Incomplete rounds and damaged supervision are left out.
+    Incomplete rounds and damaged supervision are left out. Raises MemoryError, since what cannot be read for want of
+    memory is not damaged.
     """
     rounds = tuple(rounds)
     if not _as_written(values):
@@ -223,8 +225,12 @@ def mended(values: dict[str, Any], rounds: Iterable[Round]) -> Generation | None
     if not _all_there(values, rounds):
         rounds, values = (), {**values, "rounds_n": 0, "draft_n": 0, "draft_n_accepted": 0}
     for supervision in (values["supervision"], None):
-        with contextlib.suppress(Exception):  # reading damaged bytes may raise anything
+        try:
             return _whole(values, rounds, supervision)
+        except MemoryError:
+            raise
+        except Exception:  # reading damaged bytes may raise anything
+            continue
     return None
 
 
