@@ -99,6 +99,22 @@ def test_closing_does_not_wait_for_the_deletion_and_the_next_start_continues_it(
         wait_for(path, MANY // 100)
 
 
+def test_records_grow_too_old_for_a_server_that_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "LOOK_S", 0.1)
+    path, moved = tmp_path / "records.db", tmp_path / "moved.db"
+    with LogWriter(path, keep=Keep(days=1)) as writer:
+        writer.write(generation(1, created=time.time() - DAY_S + 2))
+        writer.write(generation(2, created=time.time()))
+        assert writer.flush()
+        assert count(path) == 2
+        wait_for(path, 1)
+        writer.write(generation(3, created=time.time() - DAY_S + 1))
+        assert writer.flush()
+        path.rename(moved)
+        time.sleep(1.5)
+    assert count(moved) == 2  # what was moved away is nobody's to trim
+
+
 def test_damaged_logs_that_were_set_aside_are_deleted_when_their_records_are_too_old(tmp_path: Path) -> None:
     path = tmp_path / "records.db"
     names = ("records.db.damaged", "records.db.damaged-wal", "records.db.damaged2")

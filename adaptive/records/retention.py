@@ -1,4 +1,4 @@
-"""Retention: deletes records beyond a maximum age (days) or size (gigabytes), if set, while records are written.
+"""Retention: deletes records beyond a maximum age (days) or size (gigabytes), if set, while a server or chat runs.
 
 Deleted pages are overwritten and reused, so that the file stops growing. ``adaptive records purge`` also returns
 them to the file system and leaves no trace.
@@ -20,7 +20,7 @@ logger = logging.getLogger("adaptive.records")
 
 # Records deleted in one transaction: some ten milliseconds, during which no other process can write.
 BATCH = 64
-# Seconds between two checks while records are written.
+# Seconds between two checks.
 LOOK_S = 600.0
 DAY_S = 86400.0
 # Seconds without a record after which the clock is doubted. Too low: after a short pause old records are kept for

@@ -92,7 +92,7 @@ class LogWriter:
         spool: FeatureSpool | None = None,
     ) -> None:
         """Open (or create) the log at ``path``; new ids are above ``after``. A damaged log is replaced (``recover``).
-        Records beyond the limits of ``keep`` are deleted now and while records are written.
+        Records beyond the limits of ``keep`` are deleted now, while records are written, and every LOOK_S without any.
 
         With a full disk, or while another program holds the write lock, the writer still starts, and generations wait
         in memory. Raises AdaptiveError if the log cannot be opened for another reason.
@@ -232,13 +232,16 @@ class LogWriter:
         self._drop_connection()
 
     def _next(self) -> Waiting | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._pending or self._closing)
-            if not self._pending:
-                return None
-            self._attempt += 1
-            self._urged = False
-            return self._pending.take()
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._pending or self._closing, LOOK_S if self._keep else None):
+                    if not self._pending:
+                        return None
+                    self._attempt += 1
+                    self._urged = False
+                    return self._pending.take()
+            if self._place is not None and self._place.holds():  # a log that was moved away is its owner's
+                self._enforce()
 
     def _store(self, waiting: Waiting) -> None:
         try:
