@@ -101,8 +101,12 @@ class LoadMeter:
         return time.monotonic()
 
     def read(self) -> Load | None:
-        """The load since the last read. None, without a new read, if that was less than ``LEAST_S`` ago."""
-        now = self._accounts()
+        """The load since the last read. None, without a new read, if that was less than ``LEAST_S`` ago, or if the
+        accounts cannot be read now."""
+        try:
+            now = self._accounts()
+        except OSError:  # out of file descriptors, say
+            return None
         seconds = now.at - self._last.at
         if seconds < LEAST_S:
             return None

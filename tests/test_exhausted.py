@@ -31,6 +31,7 @@ from adaptive.draft_server import Drafts, Promoted
 from adaptive.engines.hf.lora import read_lora
 from adaptive.engines.load import load_engine
 from adaptive.errors import AdaptiveError
+from adaptive.machine import LEAST_S, LoadMeter, LoadWatch
 from adaptive.opened import OpenedPair
 from adaptive.pair import draft_alone
 from adaptive.records.features import FeatureSpool
@@ -313,6 +314,16 @@ def test_a_server_with_an_adapter_survives_more_connections_than_it_has_file_des
             assert told(server) == 1
     finally:
         server.stop()
+
+
+def test_without_file_descriptors_the_load_of_other_programs_is_read_later() -> None:
+    """It is looked at in every answer, which must not fail for it."""
+    meter = LoadMeter()
+    watch = LoadWatch(meter)
+    time.sleep(1.5 * LEAST_S)
+    with short_of_files(0):
+        assert not watch.look()
+    assert watch.look()
 
 
 def test_an_answer_whose_hidden_states_cannot_be_copied_is_logged_without_them(
