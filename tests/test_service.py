@@ -429,3 +429,11 @@ def test_what_a_server_writes_is_sent_at_once() -> None:
     asyncio.run(connect())
     assert len(at_once) == 1
     assert at_once[0]
+
+
+def test_a_client_that_is_gone_without_a_word_does_not_keep_its_connection_for_ever() -> None:
+    """The system asks, after hours of silence, whether the other end is still there."""
+    with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

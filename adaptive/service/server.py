@@ -202,6 +202,8 @@ def listen(host: str, port: int) -> socket.socket:
     opened = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted connections inherit it. Else one whose client lost its network within a request stays for ever.
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         opened.bind((host, port))
         opened.listen(128)
     except OSError as error:
