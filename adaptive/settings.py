@@ -6,10 +6,9 @@ the target's own ``generation_config.json``.
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
-import sys
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -204,8 +203,7 @@ class _Files(TomlConfigSettingsSource):
     runs."""
 
     def _read_file(self, file_path: Any) -> dict[str, Any]:
-        toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-        found: dict[str, Any] = toml.loads(file_path.read_text(encoding="utf-8-sig"))
+        found: dict[str, Any] = tomllib.loads(file_path.read_text(encoding="utf-8-sig"))
         folder = file_path.resolve().parent
         for name in (*PLACES, *MODELS) if folder != Path.cwd() else ():
             if isinstance(found.get(name), str):
