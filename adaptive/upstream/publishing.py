@@ -200,8 +200,11 @@ def _text(path: Path) -> str:
 
 def restart(command: str, url: str, key: str | None, draft: Path | None, length: int, wait_s: float) -> None:
     """Run the user's ``command``, which finds ADAPTIVE_DRAFT and ADAPTIVE_DRAFT_LENGTH in its environment, and wait
-    until the server answers. Raises AdaptiveError where either fails."""
-    told = {"ADAPTIVE_DRAFT": "" if draft is None else str(draft), "ADAPTIVE_DRAFT_LENGTH": str(length)}
+    until the server answers. Both are empty without a ``draft``: an `adaptive serve` that the command starts takes them
+    for settings, and would decode plainly with a length of 0. Raises AdaptiveError where either fails."""
+    told = {"ADAPTIVE_DRAFT": "", "ADAPTIVE_DRAFT_LENGTH": ""}
+    if draft is not None:
+        told = {"ADAPTIVE_DRAFT": str(draft), "ADAPTIVE_DRAFT_LENGTH": str(length)}
     began = time.monotonic()
     try:
         done = subprocess.run(
