@@ -331,7 +331,7 @@ def _figures(measured: Measured | None) -> dict[str, Any] | None:
     return {
         "acceptance": measured.acceptance,
         "each_accepted": each_accepted(measured),
-        "tokens_a_round": measured.length,
+        "tokens_per_round": measured.length,
         "tokens_per_second": measured.tokens_per_second,
         "answers": len(measured.answers),
     }
