@@ -113,8 +113,10 @@ def test_a_closed_output_is_no_traceback(closed: str) -> None:
 
 
 @pytest.mark.parametrize(("value", "shows"), [("0", False), ("1", True)])
-def test_only_a_value_that_says_so_switches_debugging_on(value: str, shows: bool) -> None:
+def test_debugging_is_switched_on_by_a_value_that_says_so_and_changes_no_status(value: str, shows: bool) -> None:
     environment = {**os.environ, "ADAPTIVE_DEBUG": value}
     command = [sys.executable, "-m", "cli.main", "config", "show", "--config", "nowhere"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert ("Traceback" in ran.stderr) is shows
+    assert ran.returncode == 2
+    assert ran.stderr.splitlines()[-1] == "adaptive: settings file nowhere does not exist"
