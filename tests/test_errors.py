@@ -64,6 +64,32 @@ def test_a_folder_that_may_not_be_entered_is_one_line(adaptive: Command, tmp_pat
     assert str(closed) in errors
 
 
+@pytest.mark.parametrize(("text", "why"), [(None, "No such file or directory"), (b"\xff", "it is not UTF-8 text")])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("serve", "--api-key-file"),
+        ("generate", "Hello", "--draft", "http://127.0.0.1:1", "--draft-key-file"),
+        ("generate", "--prompts"),
+        ("generate", "Hello", "--grammar"),
+        ("distill", "--data"),
+        ("publish", "--engine", "llama-server", "--start"),
+    ],
+    ids=" ".join,
+)
+def test_a_file_that_cannot_be_read_is_named_once_with_the_reason(
+    adaptive: Command, tmp_path: Path, command: tuple[str, ...], text: bytes | None, why: str
+) -> None:
+    (tmp_path / "home" / "pair" / "adapters").mkdir(parents=True)  # for publish
+    file = tmp_path / "given"
+    if text is not None:
+        file.write_bytes(text)
+    status, out, errors = adaptive(*command, str(file))
+    assert (status, out) == (2, "")
+    assert errors.splitlines()[-1].endswith(f"{file} cannot be read: {why}"), errors
+    assert errors.count(str(file)) == 1
+
+
 @pytest.mark.parametrize(
     "command", [("bench", "--target", "x" * 5000), ("history", "--config", "x" * 5000), ("export", "x" * 5000)]
 )

@@ -17,7 +17,7 @@ from pydantic import SecretStr
 from starlette.types import ASGIApp
 
 from adaptive.control.memory import current_costs
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, why_unread
 from adaptive.opened import OpenedPair
 from adaptive.service import notices
 from adaptive.service.api import Api
@@ -145,7 +145,8 @@ def with_key(settings: Settings) -> Settings:
         try:
             text = settings.api_key_file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise AdaptiveError(f"API key file {settings.api_key_file} cannot be read: {error}") from error
+            reason = why_unread(error)
+            raise AdaptiveError(f"API key file {settings.api_key_file} cannot be read: {reason}") from error
         settings = settings.model_copy(update={"api_key": SecretStr(text)})
     if settings.api_key is not None:  # what is around a key is no part of it, as in a request's header
         settings = settings.model_copy(update={"api_key": SecretStr(settings.api_key.get_secret_value().strip())})

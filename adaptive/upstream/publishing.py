@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, why_unread
 from adaptive.printable import without_login
 from adaptive.tls import trusted
 from adaptive.upstream.kinds import ADAPTIVE, LLAMA_SERVER, LM_STUDIO, SGLANG, UNKNOWN, VLLM, Kind
@@ -172,7 +172,7 @@ class StartFile:
         try:
             return cls(path, _text(path))
         except (OSError, UnicodeDecodeError) as error:
-            raise AdaptiveError(f"start file {path} cannot be read ({error})") from error
+            raise AdaptiveError(f"start file {path} cannot be read: {why_unread(error)}") from error
 
     @property
     def edited(self) -> bool:
