@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from adaptive.errors import AdaptiveError, first_line, out_of_memory
-from adaptive.printable import printable
+from adaptive.printable import printable_line
 from cli import (
     adapters,
     bench,
@@ -159,7 +159,7 @@ def _run() -> None:
             raise
         if debug:
             traceback.print_exception(error)
-        typer.echo(printable(f"adaptive: {text}"), err=True)
+        typer.echo(printable_line(f"adaptive: {text}"), err=True)
         sys.exit(2)
 
 

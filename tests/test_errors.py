@@ -99,6 +99,11 @@ def test_a_name_that_no_file_can_have_is_one_line(adaptive: Command, command: tu
     assert "File name too long" in errors
 
 
+def test_a_name_with_a_line_break_is_one_line(adaptive: Command) -> None:
+    status, out, errors = adaptive("config", "show", "--config", "no\nadaptive: file")
+    assert (status, out, errors.count("\n")) == (2, "", 1), errors
+
+
 def test_a_current_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
