@@ -53,9 +53,9 @@ def generate(
 ) -> None:
     """Answer one prompt, or every prompt of a file.
 
-    Example: adaptive generate "Write a haiku about rain" --temperature 0.7
-
     ctrl-C says how many prompts of a file are answered; --skip leaves these out the next time.
+
+    Example: adaptive generate "Write a haiku about rain" --temperature 0.7
 
     Example: adaptive generate --prompts prompts.jsonl --json --draft-length 4
 
