@@ -26,6 +26,7 @@ from adaptive.records.writer import WriterState
 from adaptive.service.storage import Storage
 from adaptive.service.trainer import TrainerStatus
 from adaptive.settings import Settings
+from adaptive.state import PairState
 from adaptive.upstream.lengths import Advice
 from checkpoints.manifest import HeldOut, Manifest
 from cli.contenders import Row
@@ -101,6 +102,12 @@ def test_every_setting_is_documented_with_its_default() -> None:
     assert [name for name in Settings.model_fields if name not in known] == []
     for name, field in Settings.model_fields.items():
         assert in_words(field.default) in known[name], name
+
+
+def test_every_file_of_a_pair_is_documented() -> None:
+    parts = [name for name, part in vars(PairState).items() if isinstance(part, property)]
+    files = {getattr(PairState(ROOT), name).name for name in parts}
+    assert files <= rows(SETTINGS).keys()
 
 
 def keys(cell: str) -> set[str]:
