@@ -140,7 +140,7 @@ def _ignore_signals() -> Callable[[], None]:
 
 def with_key(settings: Settings) -> Settings:
     """Settings with the key read from ``api_key_file``. Raises AdaptiveError if other machines can reach the address
-    and there is no key, or if the key is empty or cannot be read."""
+    and there is no key, or if the key is empty, cannot be read or cannot be sent."""
     if settings.api_key_file is not None:
         try:
             text = settings.api_key_file.read_text(encoding="utf-8").strip()
@@ -152,6 +152,10 @@ def with_key(settings: Settings) -> Settings:
         settings = settings.model_copy(update={"api_key": SecretStr(settings.api_key.get_secret_value().strip())})
     if settings.api_key is not None and not settings.api_key.get_secret_value():
         raise AdaptiveError("the API key is empty; give at least one character, or leave the option out")
+    if settings.api_key is not None and not settings.api_key.get_secret_value().isprintable():
+        raise AdaptiveError(
+            "the API key has a line break or another control character, which nobody can send; give one line"
+        )
     if settings.api_key is None and settings.host not in LOOPBACK:
         raise AdaptiveError(
             f"host {settings.host} can be reached from other machines; set an API key (--api-key-file FILE), "
