@@ -8,6 +8,15 @@ from checkpoints.errors import (
     first_line,
     out_of_memory,
     true_error,
+    why_unread,
 )
 
-__all__ = ["AdaptiveError", "ContextFullError", "NoMemoryError", "first_line", "out_of_memory", "true_error"]
+__all__ = [
+    "AdaptiveError",
+    "ContextFullError",
+    "NoMemoryError",
+    "first_line",
+    "out_of_memory",
+    "true_error",
+    "why_unread",
+]

@@ -1,9 +1,8 @@
 """Starts one of our modules as a separate process that imports nothing from the current folder.
 
-``python -m trainers.worker`` looks for ``trainers`` in the current folder first (before Python 3.11 this cannot be
-turned off for a module), so a folder of that name would be run instead. Here Python starts in isolated mode with this
-very file as its script, and takes the list of import folders as its argument: isolated mode alone would lose packages
-that were installed for one user, and those that PYTHONPATH names.
+``python -m trainers.worker`` looks for ``trainers`` in the current folder first, so a folder of that name would be run
+instead. Here Python starts in isolated mode with this very file as its script, and takes the list of import folders as
+its argument: isolated mode alone would lose packages that were installed for one user, and those that PYTHONPATH names.
 """
 
 from __future__ import annotations

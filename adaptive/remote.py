@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from adaptive.errors import AdaptiveError, first_line
+from adaptive.errors import AdaptiveError, first_line, why_unread
 from adaptive.printable import refused_address
 from adaptive.settings import Settings
 from adaptive.tls import trusted
@@ -379,7 +379,7 @@ def _key(settings: Settings) -> str | None:
         try:
             key = settings.draft_key_file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise AdaptiveError(f"key file {settings.draft_key_file} cannot be read: {error}") from error
+            raise AdaptiveError(f"key file {settings.draft_key_file} cannot be read: {why_unread(error)}") from error
     if key is not None and not (key.isascii() and key.isprintable()):
         raise AdaptiveError("the draft server's key has other characters than ASCII's printable ones")
     return key

@@ -6,10 +6,9 @@ the target's own ``generation_config.json``.
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
-import sys
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -204,8 +203,7 @@ class _Files(TomlConfigSettingsSource):
     runs."""
 
     def _read_file(self, file_path: Any) -> dict[str, Any]:
-        toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-        found: dict[str, Any] = toml.loads(file_path.read_text(encoding="utf-8-sig"))
+        found: dict[str, Any] = tomllib.loads(file_path.read_text(encoding="utf-8-sig"))
         folder = file_path.resolve().parent
         for name in (*PLACES, *MODELS) if folder != Path.cwd() else ():
             if isinstance(found.get(name), str):
@@ -327,9 +325,20 @@ def _checked(kind: type[Settings], values: dict[str, Any], files: Sequence[Path]
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
-        sources = "flag or " if not files else "flags, "
-        where = " or ".join((f"{sources}ADAPTIVE_{name.upper()}", *map(str, files)))
+        if first["type"] == "extra_forbidden":  # in a file, or by a Python program
+            where = f" ({' or '.join(map(str, files))})" if files else ""
+            raise AdaptiveError(f"there is no setting {name}{where}") from error
         # A key is not shown, nor what may be one: the value of a misspelt name, all settings at once.
         public = {*Settings.model_fields} - {name for names in KEYS for name in names}
         got = f", got {repr(first.get('input'))[:80]}" if public.intersection(first["loc"]) else ""
-        raise AdaptiveError(f"setting {name}: {first['msg'].lower()}{got} ({where})") from error
+        raise AdaptiveError(f"setting {name}: {first['msg'].lower()}{got} ({_places(name, files)})") from error
+    except AdaptiveError as error:  # the checks of this module name the setting first
+        name = str(error).partition(" ")[0]
+        if name not in Settings.model_fields:
+            raise
+        raise AdaptiveError(f"{error} ({_places(name, files)})") from error
+
+
+def _places(name: str, files: Sequence[Path]) -> str:
+    """Where a setting may have been set."""
+    return " or ".join((f"{'flags, ' if files else 'flag or '}ADAPTIVE_{name.upper()}", *map(str, files)))

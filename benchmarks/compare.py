@@ -49,7 +49,7 @@ def markdown(rows: list[Row]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        length = "" if row.mean_acceptance_length is None else f"{row.mean_acceptance_length:.2f}"
+        length = "" if row.tokens_per_round is None else f"{row.tokens_per_round:.2f}"
         lines.append(
             f"| {row.contender} | {row.tokens_per_second:.1f} | {row.against:.2f} | {length} "
             f"| {row.same:.0%} | {row.loops:.0%} |"

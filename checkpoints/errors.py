@@ -43,3 +43,8 @@ def first_line(error: BaseException) -> str:
     """The first line of an exception's text (``true_error``), or the exception's type if the text is empty."""
     text = str(true_error(error)).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+def why_unread(error: OSError | UnicodeDecodeError) -> str:
+    """Why a text file could not be read, in words, without the file's name."""
+    return "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror or first_line(error)

@@ -231,7 +231,7 @@ def show(rows: list[Row], console: Any) -> None:
     for head in ("tokens/s", "speed-up", "tokens\na round", "same", "repeated"):
         shown.add_column(head, justify="right", no_wrap=True)
     for row in rows:
-        length = "" if row.mean_acceptance_length is None else f"{row.mean_acceptance_length:.2f}"
+        length = "" if row.tokens_per_round is None else f"{row.tokens_per_round:.2f}"
         shown.add_row(
             row.contender,
             f"{row.tokens_per_second:.1f}",

@@ -27,7 +27,8 @@ def chat(
     system: Annotated[Optional[str], typer.Option(help="System message of the conversation.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Show answers as they are, not as Markdown.")] = False,
     distill: Annotated[
-        Optional[str], typer.Option(help="When to train: idle, always, off, or a window like 22:00-06:00.")
+        Optional[str],
+        typer.Option(help="When to train: idle (the default), always, off, or a window like 22:00-06:00."),
     ] = None,
 ) -> None:
     """Talk with the assistant. What it says is logged, and the draft learns from it while you read and type.

@@ -34,26 +34,27 @@ WARM_UP_PROMPT, WARM_UP = "Which of the months of the year have thirty days?", 1
 
 @dataclass(frozen=True)
 class Result:
-    """One answer: its token ids, seconds from prompt to last token, mean acceptance length (None if the
-    contender does not report it)."""
+    """One answer: its token ids, seconds from prompt to last token, and tokens a round, over all rounds (None if the
+    contender does not report them)."""
 
     contender: str
     prompt: int
     tokens: tuple[int, ...]
     seconds: float
-    mean_acceptance_length: float | None
+    tokens_per_round: float | None
 
 
 @dataclass(frozen=True)
 class Row:
     """One contender over all prompts. ``tokens_per_second`` is from the median over prompts of the seconds a token,
-    ``against`` how many times faster than the first contender (ratio of medians), ``same`` the share of answers equal
-    to the first contender's, ``loops`` the share of 8-grams that repeat an earlier one."""
+    ``against`` how many times faster than the first contender (ratio of medians), ``tokens_per_round`` the mean over
+    prompts, ``same`` the share of answers equal to the first contender's, ``loops`` the share of 8-grams that repeat an
+    earlier one."""
 
     contender: str
     tokens_per_second: float
     against: float
-    mean_acceptance_length: float | None
+    tokens_per_round: float | None
     same: float
     loops: float
 
@@ -63,7 +64,7 @@ Answer = Callable[[PromptLine, int], tuple[list[int], float | None]]
 
 @dataclass(frozen=True)
 class Contender:
-    """``answer(prompt, tokens)`` returns that many token ids and its mean acceptance length."""
+    """``answer(prompt, tokens)`` returns that many token ids and its tokens a round."""
 
     name: str
     answer: Answer
@@ -175,8 +176,8 @@ def race(
         start = number % len(contenders)
         for contender in (*contenders[start:], *contenders[:start]):
             began = clock()
-            output, acceptance = contender.answer(prompt, tokens)
-            yield Result(contender.name, number, tuple(output), clock() - began, acceptance)
+            output, per_round = contender.answer(prompt, tokens)
+            yield Result(contender.name, number, tuple(output), clock() - began, per_round)
 
 
 def table(contenders: Sequence[Contender], results: Sequence[Result]) -> list[Row]:
@@ -191,7 +192,7 @@ def table(contenders: Sequence[Contender], results: Sequence[Result]) -> list[Ro
             contender=name,
             tokens_per_second=1 / costs[name],
             against=costs[contenders[0].name] / costs[name],
-            mean_acceptance_length=_mean([r.mean_acceptance_length for r in found]),
+            tokens_per_round=_mean([r.tokens_per_round for r in found]),
             same=statistics.fmean(r.tokens == first[r.prompt] for r in found),
             loops=statistics.fmean(repeated(r.tokens) for r in found),
         )

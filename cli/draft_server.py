@@ -27,7 +27,9 @@ def draft_server(
     adapter: Annotated[
         Optional[Path], typer.Option(help="Folder of a LoRA adapter of the draft (PEFT).", rich_help_panel=SERVER)
     ] = None,
-    host: Annotated[Optional[str], typer.Option(help="Address to listen on.", rich_help_panel=SERVER)] = None,
+    host: Annotated[
+        Optional[str], typer.Option(help="Address to listen on, by default 127.0.0.1.", rich_help_panel=SERVER)
+    ] = None,
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", rich_help_panel=SERVER)] = PORT,
     api_key_file: Annotated[
         Optional[Path],
@@ -36,7 +38,8 @@ def draft_server(
         ),
     ] = None,
     cache_mb: Annotated[
-        Optional[int], typer.Option(help="Megabytes for the caches of conversations.", rich_help_panel=SERVER)
+        Optional[int],
+        typer.Option(help="Megabytes for the caches of conversations, by default 1024.", rich_help_panel=SERVER),
     ] = None,
     ahead: Annotated[
         bool,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, why_unread
 from adaptive.printable import counted, per_second
 from cli.bars import counting_bar
 from cli.ending import uninterrupted
@@ -53,9 +53,9 @@ def generate(
 ) -> None:
     """Answer one prompt, or every prompt of a file.
 
-    Example: adaptive generate "Write a haiku about rain" --temperature 0.7
-
     ctrl-C says how many prompts of a file are answered; --skip leaves these out the next time.
+
+    Example: adaptive generate "Write a haiku about rain" --temperature 0.7
 
     Example: adaptive generate --prompts prompts.jsonl --json --draft-length 4
 
@@ -158,8 +158,7 @@ def _grammar(json_schema: Path | None, grammar: Path | None, regex: str | None) 
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise AdaptiveError(f"{file} cannot be read: {reason}") from error
+        raise AdaptiveError(f"{file} cannot be read: {why_unread(error)}") from error
     return notation(text) if json_schema is None else Grammar("json_schema", text)
 
 

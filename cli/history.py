@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -33,7 +33,7 @@ LEAST = ("first", "drafted", "tokens")
 SHOWN_PROMOTIONS = 5
 
 
-class Grouping(str, Enum):
+class Grouping(StrEnum):
     """The unit of one table row."""
 
     adapter = "adapter"

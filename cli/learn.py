@@ -46,7 +46,9 @@ def learn(
     connections: Annotated[
         int, typer.Option(min=1, help="Requests that may be with the server at a time.", rich_help_panel=PROXY)
     ] = 64,
-    host: Annotated[Optional[str], typer.Option(help="Address to listen on.", rich_help_panel=PROXY)] = None,
+    host: Annotated[
+        Optional[str], typer.Option(help="Address to listen on, by default 127.0.0.1.", rich_help_panel=PROXY)
+    ] = None,
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", rich_help_panel=PROXY)] = PORT,
     api_key_file: Annotated[
         Optional[Path],
@@ -54,7 +56,9 @@ def learn(
     ] = None,
     distill: Annotated[
         Optional[str],
-        typer.Option(help="When to train: idle, always, off, or a window like 22:00-06:00.", rich_help_panel=PROXY),
+        typer.Option(
+            help="When to train: idle (the default), always, off, or a window like 22:00-06:00.", rich_help_panel=PROXY
+        ),
     ] = None,
 ) -> None:
     """Stand in front of a server, pass everything on unchanged, and log what it says for its draft to learn from.

@@ -11,12 +11,13 @@ import io
 import logging
 import os
 import sys
+import traceback
 from typing import Annotated
 
 import typer
 
 from adaptive.errors import AdaptiveError, first_line, out_of_memory
-from adaptive.printable import printable
+from adaptive.printable import printable_line
 from cli import (
     adapters,
     bench,
@@ -152,36 +153,35 @@ def _run() -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         app()
-    except AdaptiveError as error:
+    except (AdaptiveError, ModuleNotFoundError, MemoryError, RuntimeError, OSError) as error:
+        text = _in_words(error)
+        if text is None:
+            raise
         if debug:
-            raise
-        typer.echo(printable(f"adaptive: {error}"), err=True)
+            traceback.print_exception(error)
+        typer.echo(printable_line(f"adaptive: {text}"), err=True)
         sys.exit(2)
-    except ModuleNotFoundError as error:
-        if debug or not (said := _missing(error)):
-            raise
-        typer.echo(f"adaptive: {said}", err=True)
-        sys.exit(2)
-    except (MemoryError, RuntimeError) as error:
-        if debug or not out_of_memory(error):
-            raise
-        typer.echo(printable(f"adaptive: memory has run out: {first_line(error)}"), err=True)
-        sys.exit(2)
-    except OSError as error:  # a path that may not be looked at, a current folder that is gone
-        if debug or isinstance(error, BrokenPipeError):
-            raise
+
+
+def _in_words(error: Exception) -> str | None:
+    """The line for an error that the user can mend; None for any other."""
+    if isinstance(error, AdaptiveError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        return _missing(error)
+    if isinstance(error, OSError):  # a path that may not be looked at, a current folder that is gone
         place = "" if error.filename is None else f"{error.filename}: "
-        typer.echo(printable(f"adaptive: {place}{error.strerror or error}"), err=True)
-        sys.exit(2)
+        return None if isinstance(error, BrokenPipeError) else f"{place}{error.strerror or error}"
+    return f"memory has run out: {first_line(error)}" if out_of_memory(error) else None
 
 
-def _missing(error: ModuleNotFoundError) -> str:
-    """The remedy if one of this program's own packages is missing; empty for any other module."""
+def _missing(error: ModuleNotFoundError) -> str | None:
+    """The remedy if one of this program's own packages is missing; None for any other module."""
     from adaptive.installation import install_command, requirement
 
     name = (error.name or "").partition(".")[0].replace("_", "-")
     needed = requirement(name)
-    return f"the package {name} is not installed; {install_command(needed)}" if needed != name else ""
+    return f"the package {name} is not installed; {install_command(needed)}" if needed != name else None
 
 
 if __name__ == "__main__":

@@ -54,7 +54,8 @@ SHARED: dict[str, Any] = {
         Optional[str], typer.Option(help="Device of the draft, if another.", rich_help_panel=MODELS)
     ],
     "dtype": Annotated[
-        Optional[str], typer.Option(help="auto, float32, bfloat16, float16, float64.", rich_help_panel=MODELS)
+        Optional[str],
+        typer.Option(help="auto (the default), float32, bfloat16, float16, float64.", rich_help_panel=MODELS),
     ],
     "quantize": Annotated[
         Optional[str], typer.Option(help="Target's weights: none, int8, nf4.", rich_help_panel=MODELS)
@@ -82,16 +83,27 @@ SHARED: dict[str, Any] = {
     "draft_length": Annotated[
         Optional[str],
         typer.Option(
-            help="Tokens drafted a round: auto, a number, or tree:N for a tree of N.", rich_help_panel=SAMPLING
+            help="Tokens drafted a round: auto (the default), a number, or tree:N for a tree of N.",
+            rich_help_panel=SAMPLING,
         ),
     ],
     "history": Annotated[
         Optional[str],
-        typer.Option(help="Draft from earlier text: auto, session (this one), off.", rich_help_panel=SAMPLING),
+        typer.Option(
+            help="Draft from earlier text: auto (the default), session (this one), off.", rich_help_panel=SAMPLING
+        ),
     ],
-    "seed": Annotated[Optional[int], typer.Option(help="Seed of sampling.", rich_help_panel=SAMPLING)],
+    "seed": Annotated[
+        Optional[int],
+        typer.Option(
+            help="Seed of sampling (the same prompt gets the same text), or of training.", rich_help_panel=SAMPLING
+        ),
+    ],
     "max_new_tokens": Annotated[
-        Optional[int], typer.Option(help="Longest answer, in tokens.", rich_help_panel=SAMPLING)
+        Optional[int],
+        typer.Option(
+            help="Longest answer, in tokens; by default 512, in a server as many as fit.", rich_help_panel=SAMPLING
+        ),
     ],
     "temperature": Annotated[Optional[float], typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)],
     "top_k": Annotated[
@@ -111,15 +123,15 @@ SHARED: dict[str, Any] = {
         typer.Option("--record/--no-record", help="Keep what is said in the log.", rich_help_panel=RUNNING),
     ],
     "keep_days": Annotated[
-        Optional[float], typer.Option(help="Delete records that are older.", rich_help_panel=RUNNING)
+        Optional[float], typer.Option(help="Delete records that are older than so many days.", rich_help_panel=RUNNING)
     ],
     "keep_gb": Annotated[
-        Optional[float], typer.Option(help="Delete the oldest records beyond this size.", rich_help_panel=RUNNING)
+        Optional[float], typer.Option(help="Delete the oldest records beyond so many GB.", rich_help_panel=RUNNING)
     ],
     "feature_gb": Annotated[
         Optional[float],
         typer.Option(
-            help="Most that the target's hidden states may take, for a head's training.", rich_help_panel=RUNNING
+            help="Most GB of the target's hidden states, for a head's training; by default 2.", rich_help_panel=RUNNING
         ),
     ],
     "config": Annotated[

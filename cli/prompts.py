@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, why_unread
 from adaptive.types import Message
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ def read_prompts(file: Path, kind: str = "prompt file") -> list[PromptLine]:
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise AdaptiveError(f"{kind} {file} cannot be read: {reason}") from error
+        raise AdaptiveError(f"{kind} {file} cannot be read: {why_unread(error)}") from error
     prompts = [_parse(line, f"{file} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise AdaptiveError(f"{kind} {file} is empty")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, why_unread
 from adaptive.printable import printable_line
 from cli.options import PAIR, shared_options, typed
 
@@ -331,7 +331,7 @@ def _figures(measured: Measured | None) -> dict[str, Any] | None:
     return {
         "acceptance": measured.acceptance,
         "each_accepted": each_accepted(measured),
-        "tokens_a_round": measured.length,
+        "tokens_per_round": measured.length,
         "tokens_per_second": measured.tokens_per_second,
         "answers": len(measured.answers),
     }
@@ -374,8 +374,7 @@ def _key(settings: Settings, named: Path | None) -> str | None:
         try:
             said = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise AdaptiveError(f"{place} cannot be read: {reason}") from error
+            raise AdaptiveError(f"{place} cannot be read: {why_unread(error)}") from error
     key = said.strip()
     if not (key and key.isascii() and key.isprintable()):
         raise AdaptiveError(f"{place} holds no key: one line of ASCII characters is expected")

@@ -109,7 +109,7 @@ def purge(
 ) -> None:
     """Delete records for good: the file is rewritten without them. Adapters trained on them stay.
 
-    Without --target and --draft it is the pair used last; where there are several, that is asked in spite of --yes.
+    Without --target and --draft it is the pair used last; where several pairs have a log, --yes needs both.
     With --older-than and --session only what is older of the session and its chats is deleted.
 
     Example: adaptive records purge --older-than 30d

@@ -24,8 +24,12 @@ def serve(
     name: Annotated[
         Optional[str], typer.Option(help="Model id that clients see; else the target's name.", rich_help_panel=SERVER)
     ] = None,
-    host: Annotated[Optional[str], typer.Option(help="Address to listen on.", rich_help_panel=SERVER)] = None,
-    port: Annotated[Optional[int], typer.Option(help="Port; 0 takes a free one.", rich_help_panel=SERVER)] = None,
+    host: Annotated[
+        Optional[str], typer.Option(help="Address to listen on, by default 127.0.0.1.", rich_help_panel=SERVER)
+    ] = None,
+    port: Annotated[
+        Optional[int], typer.Option(help="Port, by default 8080; 0 takes a free one.", rich_help_panel=SERVER)
+    ] = None,
     api_key: Annotated[Optional[str], typer.Option(help="Key that clients must send.", rich_help_panel=SERVER)] = None,
     api_key_file: Annotated[
         Optional[Path], typer.Option(help="File with that key, safer than a flag.", rich_help_panel=SERVER)
@@ -35,28 +39,36 @@ def serve(
         typer.Option(help="Web origin whose pages may use the server; may be repeated.", rich_help_panel=SERVER),
     ] = None,
     queue: Annotated[
-        Optional[int], typer.Option(help="Requests that may wait; more are told 429.", rich_help_panel=SERVER)
+        Optional[int],
+        typer.Option(help="Requests that may wait, by default 64; more are told 429.", rich_help_panel=SERVER),
     ] = None,
     slots: Annotated[
         Optional[str],
-        typer.Option(help="Requests answered at once; auto: 4, or as many as fit.", rich_help_panel=SERVER),
+        typer.Option(
+            help="Requests answered at once; auto (the default): 4, or as many as fit.", rich_help_panel=SERVER
+        ),
     ] = None,
     cache_mb: Annotated[
-        Optional[int], typer.Option(help="Megabytes for the caches of conversations.", rich_help_panel=SERVER)
+        Optional[int],
+        typer.Option(help="Megabytes for the caches of conversations, by default 1024.", rich_help_panel=SERVER),
     ] = None,
     keep_caches: Annotated[
         Optional[str],
-        typer.Option(help="Keep caches on disk across restarts, up to a size like 2GB.", rich_help_panel=SERVER),
+        typer.Option(
+            help="Keep caches on disk across restarts, up to a size like 2GB; by default none.", rich_help_panel=SERVER
+        ),
     ] = None,
     distill: Annotated[
         Optional[str],
-        typer.Option(help="When to train: idle, always, off, or a window like 22:00-06:00.", rich_help_panel=SERVER),
+        typer.Option(
+            help="When to train: idle (the default), always, off, or a window like 22:00-06:00.", rich_help_panel=SERVER
+        ),
     ] = None,
     threads: Annotated[
         Optional[int], typer.Option(help="Threads of the models on a CPU.", rich_help_panel=SERVER)
     ] = None,
 ) -> None:
-    """Serve the pair to any program that speaks OpenAI's API.
+    """Serve the pair to any program that speaks OpenAI's or Anthropic's API.
 
     Example: adaptive serve
 

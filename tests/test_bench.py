@@ -37,7 +37,7 @@ def test_bench_lists_every_contender_with_the_same_greedy_answer(adaptive: Comma
         "ours, controller",
     ]
     assert all(row["same"] == 1.0 for row in rows.values())
-    assert rows["ours, plain"]["mean_acceptance_length"] == 1.0
+    assert rows["ours, plain"]["tokens_per_round"] == 1.0
 
 
 def test_another_pair_on_the_same_engine_has_rows_of_its_own(

@@ -64,6 +64,32 @@ def test_a_folder_that_may_not_be_entered_is_one_line(adaptive: Command, tmp_pat
     assert str(closed) in errors
 
 
+@pytest.mark.parametrize(("text", "why"), [(None, "No such file or directory"), (b"\xff", "it is not UTF-8 text")])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("serve", "--api-key-file"),
+        ("generate", "Hello", "--draft", "http://127.0.0.1:1", "--draft-key-file"),
+        ("generate", "--prompts"),
+        ("generate", "Hello", "--grammar"),
+        ("distill", "--data"),
+        ("publish", "--engine", "llama-server", "--start"),
+    ],
+    ids=" ".join,
+)
+def test_a_file_that_cannot_be_read_is_named_once_with_the_reason(
+    adaptive: Command, tmp_path: Path, command: tuple[str, ...], text: bytes | None, why: str
+) -> None:
+    (tmp_path / "home" / "pair" / "adapters").mkdir(parents=True)  # for publish
+    file = tmp_path / "given"
+    if text is not None:
+        file.write_bytes(text)
+    status, out, errors = adaptive(*command, str(file))
+    assert (status, out) == (2, "")
+    assert errors.splitlines()[-1].endswith(f"{file} cannot be read: {why}"), errors
+    assert errors.count(str(file)) == 1
+
+
 @pytest.mark.parametrize(
     "command", [("bench", "--target", "x" * 5000), ("history", "--config", "x" * 5000), ("export", "x" * 5000)]
 )
@@ -71,6 +97,11 @@ def test_a_name_that_no_file_can_have_is_one_line(adaptive: Command, command: tu
     status, out, errors = adaptive(*command)
     assert (status, out, errors.count("\n")) == (2, "", 1), errors
     assert "File name too long" in errors
+
+
+def test_a_name_with_a_line_break_is_one_line(adaptive: Command) -> None:
+    status, out, errors = adaptive("config", "show", "--config", "no\nadaptive: file")
+    assert (status, out, errors.count("\n")) == (2, "", 1), errors
 
 
 def test_a_current_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
@@ -113,8 +144,10 @@ def test_a_closed_output_is_no_traceback(closed: str) -> None:
 
 
 @pytest.mark.parametrize(("value", "shows"), [("0", False), ("1", True)])
-def test_only_a_value_that_says_so_switches_debugging_on(value: str, shows: bool) -> None:
+def test_debugging_is_switched_on_by_a_value_that_says_so_and_changes_no_status(value: str, shows: bool) -> None:
     environment = {**os.environ, "ADAPTIVE_DEBUG": value}
     command = [sys.executable, "-m", "cli.main", "config", "show", "--config", "nowhere"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert ("Traceback" in ran.stderr) is shows
+    assert ran.returncode == 2
+    assert ran.stderr.splitlines()[-1] == "adaptive: settings file nowhere does not exist"

@@ -189,11 +189,11 @@ def test_a_server_gets_back_what_it_had_and_not_what_another_had(adaptive: Any, 
     publish_notes.remember(state, "http://127.0.0.1:1", of_another)
     publish_notes.remember(state, server.url, of_another)  # a server of another kind was at this address
     given = start.with_name("given")
-    restart = f'cp {start} {running}; echo "<$ADAPTIVE_DRAFT>" >> {given}'
+    restart = f'cp {start} {running}; echo "<$ADAPTIVE_DRAFT> <$ADAPTIVE_DRAFT_LENGTH>" >> {given}'
     asked = ("--upstream", server.url, "--start", str(start), "--restart", restart, "--draft-length", "3")
     status, _, errors = adaptive("publish", *asked)
     assert status == 1, errors
-    assert given.read_text().splitlines()[-1] == "<>"
+    assert given.read_text().splitlines()[-1] == "<> <>"
     assert publish_notes.earlier(state, "http://127.0.0.1:1", LLAMA_SERVER) == of_another
 
 

@@ -315,6 +315,8 @@ def test_an_open_address_needs_a_key() -> None:
     key = with_key(load_settings({"host": "0.0.0.0", "api_key": " k\n"})).api_key
     assert key is not None
     assert key.get_secret_value() == "k"  # as a header has it
+    with pytest.raises(AdaptiveError, match="line break"):  # which no header has
+        with_key(load_settings({"api_key": "k\nk"}))
 
 
 def test_what_was_asked_is_in_the_log_once_and_what_was_not_to_be_stored_is_not(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -246,7 +247,6 @@ def test_an_agent_that_launchd_does_not_stop_is_no_success(tmp_path: Path, monke
 
 
 def test_the_dockerfile_copies_all_that_is_installed() -> None:
-    tomllib = pytest.importorskip("tomllib", reason="which came with Python 3.11")
     lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
     copies = [line.split()[1:-1] for line in lines if line.startswith("COPY ") and "--from" not in line]
     copied = {word for words in copies for word in words}

@@ -75,6 +75,9 @@ def test_an_error_in_settings_names_the_setting_and_shows_no_key(
     with pytest.raises(AdaptiveError, match=named) as raised:
         load_settings({}, tmp_path / "own.toml")
     assert "12345678" not in f"{raised.value}{raised.value.__cause__}"
+    others = "" if named == "apikey" else f"flags, ADAPTIVE_{named.upper()} or "
+    assert str(raised.value).endswith(f" ({others}{tmp_path / 'own.toml'})")
+    assert ("there is no setting" in str(raised.value)) is (named == "apikey")
     assert len(str(raised.value)) < 400
 
 

@@ -58,7 +58,8 @@ def try_it(tmp_path: Path) -> Try:
             connection.sendall(plain(json.dumps(said).encode(), more=CLOSE))
 
         with scripted(script) as one:
-            command = f"cp {start} {running}; echo $ADAPTIVE_DRAFT_LENGTH >> {restarts}; {if_only.format(restarts)}"
+            note = f"echo ${{ADAPTIVE_DRAFT_LENGTH:-0}} >> {restarts}"
+            command = f"cp {start} {running}; {note}; {if_only.format(restarts)}"
             server = Server(one.url, None, LLAMA_SERVER, command, StartFile.read(start), 10.0, [[1, 2]], 100)
             found = settle(server, server.measure(), tmp_path / "draft.gguf", first, tokens, None)
         return found, length(), [int(line) for line in restarts.read_text().split()]

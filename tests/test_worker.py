@@ -351,7 +351,7 @@ def test_a_folder_named_like_ours_where_the_server_is_started_is_not_run(
     with training(taught) as trainer:
         trainer.idle()
         worker = psutil.Process(worker_of(trainer))
-        assert worker.cmdline()[1] == "-I"  # Python 3.10 supports -I, but not PYTHONSAFEPATH
+        assert worker.cmdline()[1] == "-I"
         until(lambda: trainer.status.acceptance is not None, trainer)
 
 

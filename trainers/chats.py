@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from adaptive.engines.llamacpp.files import gguf_tokenizer
-from adaptive.errors import AdaptiveError, first_line
+from adaptive.errors import AdaptiveError, first_line, why_unread
 from adaptive.types import SamplingParams
 from trainers.dataset import from_rows, row
 
@@ -48,7 +48,7 @@ def read_chats(file: Path, tokenizer: PreTrainedTokenizerBase, ends: Collection[
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise AdaptiveError(f"data file {file} cannot be read: {error}") from error
+        raise AdaptiveError(f"data file {file} cannot be read: {why_unread(error)}") from error
     rows: list[dict[str, Any]] = []
     all_ends = {*ends, tokenizer.eos_token_id}
     for number, line in enumerate(lines, start=1):

@@ -94,7 +94,7 @@ SQLITE_NEEDS = 256 << 10
 # A higher schema number is damage, not the work of a newer program.
 MOST_VERSIONS = 1000
 
-# Words in SQLite's errors whose cause is the machine, not the file (error codes exist only from Python 3.11 on).
+# Words in SQLite's errors whose cause is the machine, not the file.
 NOT_DAMAGE = (
     "locked", "locking", "busy", "full", "disk i/o", "readonly", "unable to open", "wal mode", "interrupted", "memory",
 )  # fmt: skip

@@ -17,7 +17,7 @@ from pydantic import SecretStr
 from starlette.types import ASGIApp
 
 from adaptive.control.memory import current_costs
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, why_unread
 from adaptive.opened import OpenedPair
 from adaptive.service import notices
 from adaptive.service.api import Api
@@ -140,17 +140,22 @@ def _ignore_signals() -> Callable[[], None]:
 
 def with_key(settings: Settings) -> Settings:
     """Settings with the key read from ``api_key_file``. Raises AdaptiveError if other machines can reach the address
-    and there is no key, or if the key is empty or cannot be read."""
+    and there is no key, or if the key is empty, cannot be read or cannot be sent."""
     if settings.api_key_file is not None:
         try:
             text = settings.api_key_file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise AdaptiveError(f"API key file {settings.api_key_file} cannot be read: {error}") from error
+            reason = why_unread(error)
+            raise AdaptiveError(f"API key file {settings.api_key_file} cannot be read: {reason}") from error
         settings = settings.model_copy(update={"api_key": SecretStr(text)})
     if settings.api_key is not None:  # what is around a key is no part of it, as in a request's header
         settings = settings.model_copy(update={"api_key": SecretStr(settings.api_key.get_secret_value().strip())})
     if settings.api_key is not None and not settings.api_key.get_secret_value():
         raise AdaptiveError("the API key is empty; give at least one character, or leave the option out")
+    if settings.api_key is not None and not settings.api_key.get_secret_value().isprintable():
+        raise AdaptiveError(
+            "the API key has a line break or another control character, which nobody can send; give one line"
+        )
     if settings.api_key is None and settings.host not in LOOPBACK:
         raise AdaptiveError(
             f"host {settings.host} can be reached from other machines; set an API key (--api-key-file FILE), "

@@ -144,7 +144,7 @@ class Connections:
         opening = asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=READ)
         try:
             return _Connection(*await asyncio.wait_for(opening, CONNECT_S))
-        except asyncio.TimeoutError as error:  # in some versions of Python an OSError, too
+        except TimeoutError as error:  # which is an OSError, too
             raise UnreachableError(f"no connection within {CONNECT_S:.0f} s") from error
         except OSError as error:
             raise UnreachableError(_reason(error)) from error

@@ -95,7 +95,7 @@ class Discovery:
             said = json.loads(body) if status == 200 else None
             if said is not None or (self.kind is not None and status in UNLISTED):
                 self._found(said)
-        except (UnreachableError, UnsendableError, ServerCutError, asyncio.TimeoutError, ValueError, RecursionError):
+        except (UnreachableError, UnsendableError, ServerCutError, TimeoutError, ValueError, RecursionError):
             pass
         finally:
             self._looking = None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, why_unread
 from adaptive.printable import without_login
 from adaptive.tls import trusted
 from adaptive.upstream.kinds import ADAPTIVE, LLAMA_SERVER, LM_STUDIO, SGLANG, UNKNOWN, VLLM, Kind
@@ -172,7 +172,7 @@ class StartFile:
         try:
             return cls(path, _text(path))
         except (OSError, UnicodeDecodeError) as error:
-            raise AdaptiveError(f"start file {path} cannot be read ({error})") from error
+            raise AdaptiveError(f"start file {path} cannot be read: {why_unread(error)}") from error
 
     @property
     def edited(self) -> bool:
@@ -200,8 +200,11 @@ def _text(path: Path) -> str:
 
 def restart(command: str, url: str, key: str | None, draft: Path | None, length: int, wait_s: float) -> None:
     """Run the user's ``command``, which finds ADAPTIVE_DRAFT and ADAPTIVE_DRAFT_LENGTH in its environment, and wait
-    until the server answers. Raises AdaptiveError where either fails."""
-    told = {"ADAPTIVE_DRAFT": "" if draft is None else str(draft), "ADAPTIVE_DRAFT_LENGTH": str(length)}
+    until the server answers. Both are empty without a ``draft``: an `adaptive serve` that the command starts takes them
+    for settings, and would decode plainly with a length of 0. Raises AdaptiveError where either fails."""
+    told = {"ADAPTIVE_DRAFT": "", "ADAPTIVE_DRAFT_LENGTH": ""}
+    if draft is not None:
+        told = {"ADAPTIVE_DRAFT": str(draft), "ADAPTIVE_DRAFT_LENGTH": str(length)}
     began = time.monotonic()
     try:
         done = subprocess.run(

@@ -206,7 +206,7 @@ def _turns(
             "contender": row.contender,
             "tokens a second": row.tokens_per_second,
             "times plain": row.against,
-            "tokens a round": row.mean_acceptance_length,
+            "tokens a round": row.tokens_per_round,
             "same answers as plain": row.same,
             "8-grams repeated": row.loops,
             "prompts": len(results) // len(field),
