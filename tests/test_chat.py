@@ -178,9 +178,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(target), str(draft)
 
 
-Typing = Callable[[str], str]
-
-
 @pytest.fixture
 def opened(pair: tuple[str, str]) -> Iterator[OpenedPair]:
     given = {"target": pair[0], "draft": pair[1], "dtype": "float32", "draft_length": "2", "temperature": 0.0}

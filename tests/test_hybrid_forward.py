@@ -97,7 +97,7 @@ def test_logits_equal_those_of_transformers(name: str, fused: bool) -> None:
     assert cache.length == done
 
 
-def test_a_wrong_state_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_state_would_be_seen() -> None:
     """The comparison above covers the state kept between passes, not only single passes."""
     model = made()
     forward, tokens = own(model), text(20)
