@@ -327,15 +327,15 @@ class BesideWithHistory(GoodputBeside):
         return self._continuation.rate(found, 1.0, self._ways) / self._verify[0]
 
     def worth_looking(self, behind: bool = False) -> bool:
-        """See ``LengthPolicy``."""
+        """See ``GraftingPolicy``."""
         return not behind and self._looking.due(self._passed_s)
 
     def look_took(self, seconds: float, behind: bool = False) -> None:
-        """See ``LengthPolicy``."""
+        """See ``GraftingPolicy``."""
         self._looking.looked(seconds, self._passed_s)
 
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
-        """See ``LengthPolicy``."""
+        """See ``GraftingPolicy``."""
         verify = self._verify
         self._found = pays(reach, verify)
         if not self._found:

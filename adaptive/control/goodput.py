@@ -274,9 +274,13 @@ class GoodputLength(LengthPolicy):
         """The thresholds, if the policy is attentive."""
         return self.stopping if self.attentive else None
 
-    def observe(self, outcome: Round, apart: bool = False) -> None:
-        """Keep a finished round. Rounds are learned from in batches; a try at once; those on trial together. A round
-        ``apart`` teaches only costs and confidence: it is of another kind than the rounds being decided about."""
+    def observe(self, outcome: Round) -> None:
+        """Keep a finished round. Rounds are learned from in batches; a try at once; those on trial together."""
+        self._keep(outcome)
+
+    def _keep(self, outcome: Round, apart: bool = False) -> None:
+        """A round ``apart`` teaches only costs and confidence: it is of another kind than the rounds being decided
+        about."""
         bins = self._bins()
         steps = len(bins) if self.attentive else outcome.first or outcome.drafted
         # A draft on another machine may come too late, or refuse. The wait is a price of drafting, and shows nothing of
