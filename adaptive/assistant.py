@@ -57,7 +57,7 @@ def length_policy(
     """The policy that ``--draft-length`` names. ``auto`` starts from ``memory``, if there is one; with ``trees`` it
     chooses their number of nodes.
 
-    ``attentive`` and ``clock`` as in ``LengthPolicy``. Raises AdaptiveError as ``fixed_draft_length``.
+    ``attentive`` and ``clock`` as in ``GoodputLength``. Raises AdaptiveError as ``fixed_draft_length``.
     """
     fixed = fixed_draft_length(settings.draft_length)
     if fixed is not None:

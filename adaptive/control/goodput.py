@@ -36,7 +36,7 @@ from adaptive.control.blocks import BLOCK_SHARE, Blocks
 from adaptive.control.confidence import Calibration
 from adaptive.control.costs import LONGEST, CostModel, CostTable, Timed
 from adaptive.control.exploring import Exploring
-from adaptive.control.policy import Advice, Adviser, Beside, LengthPolicy, Scope
+from adaptive.control.policy import Adviser, Beside, LengthPolicy, Scope
 from adaptive.control.prices import best_fixed, prices
 from adaptive.control.rate import RecentRate, SeenTimes
 from adaptive.control.stopping import Stopping
@@ -79,8 +79,9 @@ class GoodputLength(LengthPolicy):
         clock: Callable[[], float] = time.perf_counter,
         watch: LoadWatch | None = None,
     ) -> None:
-        """``watch`` detects whether other programs use the machine; the costs of the busy machine are kept separately.
-        ``clock`` may stand still while other programs have the processor."""
+        """``attentive``: whether the draft's confidence is available, so that it ends drafts. ``watch`` detects whether
+        other programs use the machine; the costs of the busy machine are kept separately. ``clock`` gives the seconds
+        of the observed rounds; it may stand still while other programs have the processor."""
         self.costs = CostModel(costs)
         self.acceptance = acceptance or Acceptance()
         self.calibration = calibration or Calibration()
@@ -111,7 +112,7 @@ class GoodputLength(LengthPolicy):
         self._decide(0, 0)
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
-        """The most tokens to draft; ``advise`` may end the draft earlier if the policy is attentive."""
+        """The most tokens to draft; the ``adviser`` may end the draft earlier."""
         self.length = self._next_length(limit, waiting, context)
         return self.length
 
@@ -160,7 +161,7 @@ class GoodputLength(LengthPolicy):
         return over >= self.costs.draft(0, waiting) / (BLOCK_SHARE * self.plain_s)
 
     def _decide(self, context: int, waiting: int) -> None:
-        """Decide from the current estimates whether to draft in the coming rounds, and the thresholds of ``advise``."""
+        """Decide from the current estimates whether to draft in the coming rounds, and the adviser's thresholds."""
         costs, self.context = self.costs, context
         costs.at(context)
         self.plain_s = costs.round(0)
@@ -257,10 +258,6 @@ class GoodputLength(LengthPolicy):
         """The expected number of tokens until the answer ends."""
         return tokens_left(limit, self.answer_tokens, self.elapsed.tokens)
 
-    def advise(self, position: int, confidence: float) -> Advice:
-        """Drop a token whose verification is not worth its time; continue while a further token is."""
-        return self.stopping(position, confidence)
-
     @property
     def expected_speed_up(self) -> float | None:
         """From the recent rate of speculation and the costs, of shared rounds while answers share them; None before
@@ -271,7 +268,8 @@ class GoodputLength(LengthPolicy):
 
     @property
     def adviser(self) -> Adviser | None:
-        """The thresholds, if the policy is attentive."""
+        """The thresholds, if the policy is attentive: they drop a token whose verification is not worth its time, and
+        continue while a further token is."""
         return self.stopping if self.attentive else None
 
     def observe(self, outcome: Round) -> None:
