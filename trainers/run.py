@@ -90,6 +90,11 @@ class DistillOutcome:
     notes: tuple[str, ...] = ()
     attempts: tuple[Attempt, ...] = ()
 
+    @property
+    def promoted(self) -> str | None:
+        """The id of the adapter, if this run has put it into use."""
+        return self.manifest.id if self.manifest is not None and self.manifest.status == "promoted" else None
+
 
 def distill(
     log: Path | None,
