@@ -77,7 +77,7 @@ def test_answers_at_once_get_trees_too() -> None:
     if draft.cpu_forward is None:
         pytest.skip("the kernels were not built")
     with pytest.raises(StopIteration) as ended:  # it asks for no call that others share
-        next(drafter_of(draft, GREEDY, draft.vocab_size).making(PROMPT, 8))
+        next(drafter_of(draft, GREEDY, draft.vocab_size).proposing(PROMPT, 8))
     assert ended.value.value == drafter_of(draft, GREEDY, draft.vocab_size).propose(PROMPT, 8)
     assert ended.value.value.parents is not None
 

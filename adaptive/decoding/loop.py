@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from adaptive.control.policy import Beside, LengthPolicy, Scope
-from adaptive.decoding.round import commit, making, round_of, speculative_round
+from adaptive.decoding.round import commit, proposing, round_of, speculative_round
 from adaptive.decoding.supervision import SupervisionBuffer
 from adaptive.decoding.text import TextStream
 from adaptive.decoding.verifier import Verifier, pass_over
@@ -256,7 +256,7 @@ class Decoding:
                 beside.reads()
         drafter, most = self._who_drafts(length, self._grafting_beside)
         self._reserve(most)
-        proposal = yield from making(drafter, self.verifier, committed, most, beside.adviser)
+        proposal = yield from proposing(drafter, self.verifier, committed, most, beside.adviser)
         fed = committed[self.target.length :]
         call = ExtendCall(self.target, *pass_over(fed, proposal))
         steps = beside.steps
