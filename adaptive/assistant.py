@@ -36,7 +36,7 @@ from adaptive.engines.protocol import Engine, ReadsFeatures, no_trees
 from adaptive.engines.protocol import Sequence as EngineSequence
 from adaptive.errors import AdaptiveError, ContextFullError, first_line
 from adaptive.grammar import Constraint, Grammar, Grammars
-from adaptive.kept import KeptCaches
+from adaptive.kept_caches import KeptCaches
 from adaptive.pair import Pair
 from adaptive.records.features import Features
 from adaptive.records.writer import LogWriter
