@@ -29,14 +29,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from adaptive.control.acceptance import Acceptance
-from adaptive.control.among import Draftings, GoodputBeside, JointCosts
+from adaptive.control.among import Draftings, JointCosts, SharedGoodput
 from adaptive.control.batches import LONGEST_BATCH, BatchSize
 from adaptive.control.between import Elapsed
 from adaptive.control.blocks import BLOCK_SHARE, Blocks
 from adaptive.control.confidence import Calibration
 from adaptive.control.costs import LONGEST, CostModel, CostTable, Timed
 from adaptive.control.exploring import Exploring
-from adaptive.control.policy import Adviser, Beside, LengthPolicy, Scope
+from adaptive.control.policy import Adviser, LengthPolicy, Scope, SharedLength
 from adaptive.control.prices import best_fixed, prices
 from adaptive.control.rate import RecentRate, SeenTimes
 from adaptive.control.stopping import Stopping
@@ -420,9 +420,9 @@ class GoodputLength(LengthPolicy):
         """Costs of the machine without other programs, as far as they are known."""
         return self.costs if not self.busy or self._other is None else self._other[0]
 
-    def among(self, scope: Scope) -> Beside:
+    def among(self, scope: Scope) -> SharedLength:
         """A chooser with the same costs and acceptance; see ``among.py``."""
-        return GoodputBeside(self, scope)
+        return SharedGoodput(self, scope)
 
     def shared(self, rows: int, seconds: float) -> None:
         """Learn from a pass shared by several answers. It shows nothing about the time of a lone round."""

@@ -120,7 +120,7 @@ class GraftingPolicy:
         """Learn from a finished round whose proposal took no forward of the draft (``FREE`` drafters)."""
 
 
-class Beside(GraftingPolicy):
+class SharedLength(GraftingPolicy):
     """Chooses how many tokens one answer drafts in rounds that it shares with others: one pass of the target verifies
     the proposals of all. This base class drafts nothing.
 
@@ -185,9 +185,9 @@ class LengthPolicy(GraftingPolicy, ABC):
     def observe(self, outcome: Round) -> None:
         """Learn from a finished round of the model, or a plain one."""
 
-    def among(self, scope: Scope) -> Beside:
+    def among(self, scope: Scope) -> SharedLength:
         """A chooser for an answer of this scope, in the rounds that it shares with others."""
-        return Beside()
+        return SharedLength()
 
     def shared(self, rows: int, seconds: float) -> None:
         """Take in the seconds of a pass over ``rows`` tokens of several answers' rounds."""
@@ -240,12 +240,12 @@ class FixedLength(LengthPolicy):
         expected = self.accepted if length else 0.0  # the model cannot draft
         return Lead(most, 0) if sum(reach[:most]) > expected else Lead(0, length)
 
-    def among(self, scope: Scope) -> Beside:
+    def among(self, scope: Scope) -> SharedLength:
         """A chooser with the same length."""
-        return FixedBeside(self)
+        return SharedFixedLength(self)
 
 
-class FixedBeside(Beside):
+class SharedFixedLength(SharedLength):
     """The same draft length, however many answers share the pass."""
 
     def __init__(self, policy: FixedLength) -> None:

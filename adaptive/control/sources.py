@@ -32,12 +32,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adaptive.control.among import BesideWithHistory
+from adaptive.control.among import SharedWithHistory
 from adaptive.control.continuation import KEEP, Continuation
 from adaptive.control.costs import LONGEST, Timed
 from adaptive.control.goodput import RATE_WEIGHT, GoodputLength
 from adaptive.control.looking import Looking, Looks
-from adaptive.control.policy import Adviser, Beside, Lead, Scope
+from adaptive.control.policy import Adviser, Lead, Scope, SharedLength
 from adaptive.control.prices import Terms, best_front, best_length, best_tail, pays
 from adaptive.control.stopping import Stopping
 from adaptive.control.tries import BUDGET, FEW_WAITING, Rival
@@ -400,9 +400,9 @@ class GoodputWithHistory(GoodputLength):
         untold, self.untold, speed = self.untold, [], self.costs.speed
         self.after = self.continuation.tell(untold, lambda timed: self._believed(timed) / speed, self.after)
 
-    def among(self, scope: Scope) -> Beside:
+    def among(self, scope: Scope) -> SharedLength:
         """See ``GoodputLength``."""
-        return BesideWithHistory(self, scope, self.together, self.looks_together, self.clock)
+        return SharedWithHistory(self, scope, self.together, self.looks_together, self.clock)
 
     def settle(self) -> None:
         """Learn from all rounds observed since the last time."""
