@@ -87,7 +87,7 @@ class Answer:
         said = self.logged.text[held : held + accepted + 1]
         outcome = Round(who, len(tokens), min(accepted, len(tokens)), draft_s, verify_s)
         self.committed = self.committed + said
-        self.beside.said += len(said)
+        self.beside.decoded += len(said)
         self.logged.rollback(held + accepted)
         if self.grafting is not None and self.looked:
             self.grafting.observe(said)

@@ -234,7 +234,7 @@ class SharedGoodput(SharedLength):
     def _worth_catching_up(self, waiting: int) -> bool:
         """Whether the rest of the answer will save the time in which the draft reads the ``waiting`` tokens."""
         tokens, seconds = self._round
-        left = tokens_left(self._limit, self._known.answer_tokens, self.said)
+        left = tokens_left(self._limit, self._known.answer_tokens, self.decoded)
         return left * (self._verify[0] - seconds / tokens) > self._known.costs.draft(0, waiting)
 
     def _decide(self, answers: int) -> None:

@@ -207,9 +207,9 @@ class GoodputLength(LengthPolicy):
         """Tokens per second at which the tokens of a draft would be produced otherwise."""
         return max(1 / self.plain_s, self.speculative)
 
-    def _worth(self, likely: float, said: int) -> float:
-        """The value of a try in plain rounds: the time in which its tokens would be produced otherwise. It committed
-        ``said`` tokens; ``likely`` were expected, given the draft's confidence."""
+    def _worth(self, likely: float, committed: int) -> float:
+        """The value of a try in plain rounds: the time in which its tokens would be produced otherwise. It brought
+        ``committed`` tokens; ``likely`` were expected, given the draft's confidence."""
         return likely
 
     def _most_budget(self) -> float:
@@ -433,16 +433,16 @@ class GoodputLength(LengthPolicy):
         """The same for the drafts of several answers."""
         self.joint.drafted(self.costs, answers, tokens, seconds)
 
-    def begin(self, scope: Scope, said: int = 0) -> None:
+    def begin(self, scope: Scope, decoded: int = 0) -> None:
         """Start an answer, or go on with one; estimates of a new session or temperature start from the general
         ones."""
         self.settle()
         self.decided, self.age = False, 0
         self.acceptance.begin(scope.session, scope.drafter, scope.temperature)
-        if not said:
+        if not decoded:
             self.tries.answer()
         self.blocks.answer()
-        self.elapsed.begin(said)
+        self.elapsed.begin(decoded)
         if self.watch is not None and self.watch.look(0.0):
             self.machine(self.watch.busy)
 

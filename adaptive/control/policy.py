@@ -125,11 +125,11 @@ class SharedLength(GraftingPolicy):
     the proposals of all. This base class drafts nothing.
 
     ``expected`` is the tokens per second that this answer gets from such rounds; 0 if there is no forecast. The caller
-    keeps ``said``, the answer's tokens so far, up to date.
+    keeps ``decoded``, the answer's tokens so far, up to date.
     """
 
     expected: float = 0.0
-    said: int = 0
+    decoded: int = 0
 
     @property
     def steps(self) -> int:
@@ -195,8 +195,8 @@ class LengthPolicy(GraftingPolicy, ABC):
     def drafted(self, answers: int, tokens: int, seconds: float) -> None:
         """Take in the seconds of the drafts of ``answers`` answers, of ``tokens`` in all, with dropped ones."""
 
-    def begin(self, scope: Scope, said: int = 0) -> None:
-        """Start an answer, or go on with one of which ``said`` tokens were decoded beside others."""
+    def begin(self, scope: Scope, decoded: int = 0) -> None:
+        """Start an answer, or go on with one of which ``decoded`` tokens are there, from rounds shared with others."""
 
     def ended(self, tokens: int) -> None:
         """Take in the length of an answer that has ended, in ``tokens``."""

@@ -98,9 +98,9 @@ class GoodputWithHistory(GoodputLength):
         self.terms: Terms | None = None
         super().__init__(*args, **kwargs)
 
-    def begin(self, scope: Scope, said: int = 0) -> None:
+    def begin(self, scope: Scope, decoded: int = 0) -> None:
         """See ``LengthPolicy``."""
-        super().begin(scope, said)
+        super().begin(scope, decoded)
         self.after = None
         self.before.soon = self.behind.soon = True
 
@@ -259,10 +259,10 @@ class GoodputWithHistory(GoodputLength):
     def _rate_ahead(self) -> float:
         return self._rate_behind(False)
 
-    def _worth(self, likely: float, said: int) -> float:
+    def _worth(self, likely: float, committed: int) -> float:
         # Confidence, which is calibrated on all rounds, may be too high in those left to the model.
         promised, brought = self.promised, self.brought
-        self.promised, self.brought = KEEP * promised + likely - 1.0, KEEP * brought + said - 1.0
+        self.promised, self.brought = KEEP * promised + likely - 1.0, KEEP * brought + committed - 1.0
         if self.token_worth is None:  # the same for all rounds of a batch
             self.token_worth = 1.0 / (self._rate_behind(False) * self.plain_s)
         return 1.0 + (likely - 1.0) * (brought + SURE_WEIGHT) / (promised + SURE_WEIGHT) * self.token_worth

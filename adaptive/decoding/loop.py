@@ -244,7 +244,7 @@ class Decoding:
         if speculate and self.drafter is not None:
             limit = self._limit(self.drafter)
             unseen = self.drafter.unseen(len(committed))
-        shared.said = len(committed) - len(self.request.prompt)
+        shared.decoded = len(committed) - len(self.request.prompt)
         length = shared.next_length(limit, answers, unseen)
         if length and self.drafter is not None:
             # A draft that lacks much of the text reads one slice now and proposes nothing in this round.
