@@ -21,8 +21,12 @@ from adaptive.types import Generation, Message, Round, SamplingParams, StopParam
 class Question:
     """A request to an assistant: a ``prompt`` of token ids, which came from ``messages`` or from a raw ``text``.
 
-    ``forgotten`` is set, on any thread, if nothing may be recorded after all: the prompt holds a deleted answer. The
-    other fields are as in ``Assistant.answer``.
+    Without a ``session``, if several conversations are kept, the prompt's beginning and the ``client`` identify the
+    conversation. ``owner`` owns the record, and only the owner's records are drafted from. ``supervise`` keeps the
+    target's distribution even if nothing is recorded. ``goes_on``: the prompt ends within an answer, which this one
+    continues. The answer matches the ``grammar``, if there is one, unless a limit cuts it. ``marks`` are special tokens
+    that are part of the text (``TextStream``). ``forgotten`` is set, on any thread, if nothing may be recorded after
+    all: the prompt holds a deleted answer.
     """
 
     prompt: list[int]

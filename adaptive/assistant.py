@@ -9,7 +9,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from adaptive.engines.protocol import Engine, ReadsFeatures, no_trees
 from adaptive.engines.protocol import Sequence as EngineSequence
 from adaptive.errors import AdaptiveError, ContextFullError, first_line
 from adaptive.grammar import Constraint, Grammar, Grammars
-from adaptive.kept import KeptCaches
+from adaptive.kept_caches import KeptCaches
 from adaptive.pair import Pair
 from adaptive.records.features import Features
 from adaptive.records.writer import LogWriter
@@ -57,7 +57,7 @@ def length_policy(
     """The policy that ``--draft-length`` names. ``auto`` starts from ``memory``, if there is one; with ``trees`` it
     chooses their number of nodes.
 
-    ``attentive`` and ``clock`` as in ``LengthPolicy``. Raises AdaptiveError as ``fixed_draft_length``.
+    ``attentive`` and ``clock`` as in ``GoodputLength``. Raises AdaptiveError as ``fixed_draft_length``.
     """
     fixed = fixed_draft_length(settings.draft_length)
     if fixed is not None:
@@ -215,7 +215,9 @@ class Assistant:
     ) -> Iterator[Step]:
         """Answer a chat; the part of it that is in the caches is not computed again."""
         prompt = encode_chat(self.pair, messages)
-        return self.answer(prompt, tuple(messages), "", sampling, stop, session, domain, record, grammar=grammar)
+        return self.answer(
+            Question(prompt, tuple(messages), "", sampling, stop, session, domain, record, grammar=grammar)
+        )
 
     def complete(
         self,
@@ -230,42 +232,10 @@ class Assistant:
     ) -> Iterator[Step]:
         """Continue a raw text, without the chat template."""
         prompt = encode_text(self.pair.tokenizer, text, self.pair.target.context_length)
-        return self.answer(prompt, (), text, sampling, stop, session, domain, record, grammar=grammar)
+        return self.answer(Question(prompt, (), text, sampling, stop, session, domain, record, grammar=grammar))
 
-    def answer(
-        self,
-        prompt: list[int],
-        messages: tuple[Message, ...],
-        text: str,
-        sampling: SamplingParams,
-        stop: StopParams,
-        session: str | None = None,
-        domain: str | None = None,
-        record: bool = True,
-        supervise: bool = False,
-        client: str = "",
-        owner: str = "",
-        goes_on: bool = False,
-        grammar: Grammar | None = None,
-        marks: Mapping[int, str] | None = None,
-    ) -> Iterator[Step]:
-        """Answer a prompt of token ids, which came from ``messages`` or from a raw ``text``.
-
-        ``goes_on``: the prompt ends within an answer, which this one continues. The answer matches the ``grammar``, if
-        there is one, unless a limit cuts it.
-
-        Without a ``session``, if several conversations are kept, its beginning and the ``client`` identify the
-        conversation. ``owner`` owns the record, and only the owner's records are drafted from. ``supervise`` keeps the
-        target's distribution even if nothing is recorded. ``marks`` are special tokens that are part of the text
-        (``TextStream``).
-        """
-        question = Question(
-            prompt, messages, text, sampling, stop, session, domain, record, supervise, client, owner, goes_on, grammar,
-            marks,
-        )  # fmt: skip
-        return self._steps(question)
-
-    def _steps(self, question: Question) -> Iterator[Step]:
+    def answer(self, question: Question) -> Iterator[Step]:
+        """Answer a prompt of token ids. Raises AdaptiveError as ``begin``."""
         answering = self.begin(question)
         try:
             yield from answering.decoding.steps()

@@ -17,7 +17,7 @@ from pathlib import Path
 from adaptive.engines.protocol import Engine, Memory, Rests, draft_sequence, sequences
 from adaptive.engines.protocol import Sequence as EngineSequence
 from adaptive.errors import AdaptiveError, NoMemoryError, first_line
-from adaptive.kept import LEAST, Kept, KeptCaches, Tensors
+from adaptive.kept_caches import LEAST, KeptCache, KeptCaches, Tensors
 from adaptive.tokens import common_prefix
 from adaptive.types import Message
 
@@ -155,7 +155,7 @@ class Conversation:
             self._file, self._written = end.value, held
         return True
 
-    def read(self, file: Kept, kept: KeptCaches, prompt: Sequence[int]) -> None:
+    def read(self, file: KeptCache, kept: KeptCaches, prompt: Sequence[int]) -> None:
         """Start anew with the beginning of ``prompt`` that a file holds."""
         self.forget()
         length = file.common(prompt)

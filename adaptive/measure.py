@@ -232,8 +232,8 @@ def _choosing(costs: CostTable, attentive: bool) -> Generator[None, None, float]
         for number in range(CHOICES):
             policy.next_length(LONGEST, 0, number)
             if attentive:
-                policy.advise(1, 0.9)
-                policy.advise(2, 0.5)
+                policy.stopping(1, 0.9)
+                policy.stopping(2, 0.5)
             policy.observe(outcome)
         times.append((time.perf_counter() - began) / CHOICES)
         yield

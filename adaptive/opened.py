@@ -22,7 +22,7 @@ from adaptive.drafting.archive import Archive, History
 from adaptive.drafting.model import warm_up
 from adaptive.engines.load import Forward, forward_of
 from adaptive.engines.protocol import KeepsCaches
-from adaptive.kept import KeptCaches
+from adaptive.kept_caches import KeptCaches
 from adaptive.measure import attentive_on, trees_pay
 from adaptive.pair import Pair
 from adaptive.printable import counted

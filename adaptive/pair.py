@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -336,28 +336,36 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     if draft is not None and draft_engine is not None and draft_engine.undraftable is not None:
         warnings.append(f"the draft {draft.id} {draft_engine.undraftable}; no model drafts")
         draft_engine = None
-    limit = SHORT_CONTEXT if draft_engine is None else draft_engine.context_length
-    if draft is not None and draft_engine is not None and limit < min(SHORT_CONTEXT, target_engine.context_length):
-        warnings.append(
-            f"the draft {draft.id} reads texts of up to {limit:,} tokens, and the target of "
-            f"{target_engine.context_length:,}: beyond that nothing is drafted"
-        )
-    if sizes[1] > sizes[0]:
-        warnings.append(
-            f"the draft ({sizes[1] / 1e6:.0f} MB of weights) is larger than the target ({sizes[0] / 1e6:.0f} MB): "
-            "drafting costs more than it can save; swap them, or take a smaller draft"
-        )
-    if draft is not None and draft.gguf is not None and trained is None:
-        warnings.append(
-            f"the draft {draft.id} decodes but cannot learn; name the Hugging Face checkpoint it was made from with "
-            "--draft-checkpoint"
-        )
+    if draft is not None:
+        warnings += _about_draft(draft, trained, draft_engine, target_engine, sizes)
     slower = [why_slower(target_engine, target, settings, settings.device)]
     if draft is not None and draft_engine is not None and not draft.head:
         slower.append(why_slower(draft_engine, draft, settings, where, draft=True))
     warnings += dict.fromkeys(reason for reason in slower if reason is not None)
     remote = None if alone is not None else remote
     return Pair(identity, target_engine, draft_engine, tokenizer, tuple(warnings), remote)
+
+
+def _about_draft(
+    draft: Source, trained: Source | None, engine: Engine | None, target: Engine, sizes: list[int]
+) -> Iterator[str]:
+    """Warnings that the ``draft`` suits the target badly or cannot learn. ``sizes``: bytes of both models' weights, the
+    target's first. ``engine`` is None if the draft is not used."""
+    if engine is not None and engine.context_length < min(SHORT_CONTEXT, target.context_length):
+        yield (
+            f"the draft {draft.id} reads texts of up to {engine.context_length:,} tokens, and the target of "
+            f"{target.context_length:,}: beyond that nothing is drafted"
+        )
+    if sizes[1] > sizes[0]:
+        yield (
+            f"the draft ({sizes[1] / 1e6:.0f} MB of weights) is larger than the target ({sizes[0] / 1e6:.0f} MB): "
+            "drafting costs more than it can save; swap them, or take a smaller draft"
+        )
+    if draft.gguf is not None and trained is None:
+        yield (
+            f"the draft {draft.id} decodes but cannot learn; name the Hugging Face checkpoint it was made from with "
+            "--draft-checkpoint"
+        )
 
 
 def instead(source: Source) -> str:

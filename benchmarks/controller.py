@@ -180,7 +180,7 @@ def _replay_one(
     at, n, choosing = 0, len(trace.accepted), 0.0
     leaves = np.append(np.flatnonzero(~trace.accepted), n).tolist()
     confidence = trace.confidence.tolist()
-    nearest = 0
+    nearest, advise = 0, policy.adviser
     while at < n:
         while leaves[nearest] < at:
             nearest += 1
@@ -191,7 +191,7 @@ def _replay_one(
         steps = drafted = 0
         while drafted < length:
             steps += 1
-            if policy.attentive:
+            if advise is not None:
                 place = at + steps - 1
                 if place <= reject and place < n:
                     sure = confidence[place]
@@ -199,7 +199,7 @@ def _replay_one(
                     left = min(reject, n - 1)
                     sure = float(trace.beyond[left, min(place - left, DEPTH) - 1])
                 began = time.thread_time()
-                advice = policy.advise(steps, sure)
+                advice = advise(steps, sure)
                 choosing += time.thread_time() - began
                 if advice is Advice.DROP:
                     break

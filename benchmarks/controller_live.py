@@ -49,7 +49,6 @@ class Timed(LengthPolicy):
     def __init__(self, inner: GoodputLength) -> None:
         self.inner = inner
         self.name = inner.name
-        self.attentive = inner.attentive
         self.seconds = 0.0
         self.asked = 0  # upper bound on the confidences that were computed for it
 

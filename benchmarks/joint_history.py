@@ -27,7 +27,7 @@ from adaptive.control.among import JointCosts
 from adaptive.control.costs import CostModel, CostTable
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.matches import Matches
-from adaptive.control.policy import Beside, FixedLength, Lead, LengthPolicy, Scope
+from adaptive.control.policy import FixedLength, Lead, LengthPolicy, Scope, SharedLength
 from adaptive.control.sources import GoodputWithHistory
 from adaptive.drafting.grafting import Grafting
 from adaptive.drafting.history import RunningText
@@ -35,7 +35,7 @@ from adaptive.drafting.suffixes import Suffixes, suffixes
 from adaptive.types import FREE, Round
 
 
-class FoundBeside(Beside):
+class SharedFound(SharedLength):
     """History wherever it finds anything, at most ``length`` tokens."""
 
     def __init__(self, length: int) -> None:
@@ -47,11 +47,11 @@ class FoundBeside(Beside):
 
 
 class Found(FixedLength):
-    """The policy that uses ``FoundBeside`` in shared rounds."""
+    """The policy that uses ``SharedFound`` in shared rounds."""
 
-    def among(self, scope: Scope) -> Beside:
-        """See ``FoundBeside``."""
-        return FoundBeside(self.length)
+    def among(self, scope: Scope) -> SharedLength:
+        """See ``SharedFound``."""
+        return SharedFound(self.length)
 
 
 class Answer:
@@ -87,7 +87,7 @@ class Answer:
         said = self.logged.text[held : held + accepted + 1]
         outcome = Round(who, len(tokens), min(accepted, len(tokens)), draft_s, verify_s)
         self.committed = self.committed + said
-        self.beside.said += len(said)
+        self.beside.decoded += len(said)
         self.logged.rollback(held + accepted)
         if self.grafting is not None and self.looked:
             self.grafting.observe(said)

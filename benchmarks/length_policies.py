@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from adaptive.control.policy import Advice, LengthPolicy
+from adaptive.control.policy import Advice, Adviser, LengthPolicy
 from adaptive.types import Round
 
 
@@ -38,8 +38,6 @@ class ThresholdLength(LengthPolicy):
     """transformers' default: as many tokens as allowed, until the draft's own probability of a token falls
     below a constant (``assistant_confidence_threshold``, 0.4 there)."""
 
-    attentive = True
-
     def __init__(self, longest: int, threshold: float = 0.4) -> None:
         self.name = f"threshold:{threshold}"
         self.longest = longest
@@ -49,8 +47,12 @@ class ThresholdLength(LengthPolicy):
         """Always the longest."""
         return min(self.longest, limit)
 
-    def advise(self, position: int, confidence: float) -> Advice:
+    @property
+    def adviser(self) -> Adviser:
         """The token below the threshold is still proposed, and is the last one."""
+        return self._advise
+
+    def _advise(self, position: int, confidence: float) -> Advice:
         return Advice.MORE if confidence >= self.threshold else Advice.LAST
 
     def observe(self, outcome: Round) -> None:

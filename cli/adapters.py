@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import time
 from dataclasses import asdict
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from adaptive.errors import AdaptiveError, first_line
+from adaptive.errors import AdaptiveError
 from adaptive.printable import printable_line
+from cli.adapters_export import base_of, drafts_by_eagle, export_gguf, write_merged
 from cli.cells import print_table
 from cli.groups import group
 from cli.options import PAIR, shared_options
@@ -20,7 +20,6 @@ from cli.output import print_json
 from cli.state import find_state, working
 
 if TYPE_CHECKING:
-    from adaptive.pair import Source
     from adaptive.settings import Settings
     from checkpoints.manifest import HeldOut, Manifest
     from checkpoints.store import AdapterStore
@@ -201,7 +200,7 @@ def export(
         raise AdaptiveError("draft, a head without an adapter, needs --format speculators or --format gguf")
     from cli.export import ENCODING
 
-    eagle = format_ == "gguf" and (name == "draft" or _drafts_by_eagle(settings))
+    eagle = format_ == "gguf" and (name == "draft" or drafts_by_eagle(settings))
     if encoding is not None and not (eagle or (format_ == "gguf" and merged is not None)):
         raise AdaptiveError("--encoding is only for a merged draft (--merged) or an EAGLE-3 head with --format gguf")
     encoding = encoding or ENCODING
@@ -224,7 +223,7 @@ def export(
             f"a folder (`adapters export {name} FOLDER`), which --draft takes"
         )
     if format_ == "gguf":
-        _export_gguf(settings, store.path(manifest.id), manifest, folder, merged, encoding, force)
+        export_gguf(settings, store.path(manifest.id), manifest, folder, merged, encoding, force)
     elif folder is not None:
         store.export(manifest.id, folder, force)
         reader = _used_as_draft(folder) if manifest.kind == "head" else "for PEFT and anything that reads it"
@@ -237,17 +236,6 @@ def export(
 
 def _used_as_draft(folder: Path) -> str:
     return f"use it with --draft {shlex.quote(str(folder))}"
-
-
-def _drafts_by_eagle(settings: Settings) -> bool:
-    """Whether --draft names an EAGLE-3 head."""
-    from adaptive.engines.head.kinds import HeadKind
-    from adaptive.pair import sources
-
-    if settings.draft is None:
-        return False
-    draft = sources(settings)[1]
-    return draft is not None and draft.head is HeadKind.EAGLE3
 
 
 def _lora(settings: Settings, name: str) -> Path:
@@ -273,116 +261,6 @@ def open_store(settings: Settings) -> AdapterStore:
 def as_object(manifest: Manifest, current: str | None) -> dict[str, Any]:
     """The manifest as JSON values, with ``current`` for the one in use."""
     return {**asdict(manifest), "current": manifest.id == current}
-
-
-def write_merged(
-    settings: Settings, adapter: Path, manifest: Manifest, destination: Path, force: bool, rows: int | None = None
-) -> None:
-    """Write the draft's language model with ``adapter`` merged, and its tokenizer. The dtype is that of the draft's
-    config, or float32 if it names none. Quantised weights are written dequantised. ``rows``: how many rows embedding
-    and vocabulary projection get, None for the draft's own number.
-
-    Raises AdaptiveError as ``model_of``, if the draft cannot be loaded, or if ``destination`` is not empty or cannot be
-    written.
-    """
-    from checkpoints.folder import check_destination, filling
-
-    check_destination(destination, force)
-    source = model_of(settings, manifest)
-    import torch
-    from safetensors import SafetensorError
-
-    from adaptive.engines.cpu.torch_threads import set_threads
-    from adaptive.engines.hf.language import is_part
-    from adaptive.engines.hf.lora import MergedAdapter
-    from adaptive.engines.hf.quantised import settings_of
-    from adaptive.engines.hf.rows import set_rows
-    from adaptive.engines.load import load_model, read_config, weights_progress
-    from adaptive.tokenizers import read_tokenizer
-
-    set_threads(settings.threads)
-    config = read_config(source, settings)
-    # Saving would reverse what loading did to names and formats, except where the config then describes another model.
-    reverse = not is_part(source.folder, config) and not settings_of(config)
-    tokenizer = read_tokenizer(source, settings.trust_remote_code)
-    dtype = getattr(config, "dtype", None) or torch.float32
-    with weights_progress(lambda share: None):
-        model = load_model(dataclasses.replace(source, quantize="none"), settings, "cpu", dtype)
-        MergedAdapter(model).apply(adapter)
-        if rows is not None:
-            set_rows(model, rows)
-        try:
-            with filling(destination):
-                model.save_pretrained(destination, save_original_format=reverse)
-                tokenizer.save_pretrained(destination)
-        except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
-            reason = getattr(error, "strerror", None) or first_line(error)
-            raise AdaptiveError(f"{destination} cannot be written ({reason}); choose another folder") from error
-
-
-def base_of(settings: Settings, manifest: Manifest) -> Source:
-    """The checkpoint that an adapter belongs to: that of --draft or --draft-checkpoint, else the one in the manifest.
-
-    Raises AdaptiveError if it is missing or has other weights.
-    """
-    from adaptive.engines.identity import weights_hash
-    from adaptive.pair import MTP, sources, trained_draft
-
-    named = trained_draft(settings) if settings.draft is not None or manifest.base.id == MTP else None
-    if named is None:
-        here = {"target": manifest.base.id, "draft": None, "draft_checkpoint": None}
-        named = sources(settings.model_copy(update=here))[0]
-    if weights_hash(named.folder) != manifest.base.weights:
-        raise AdaptiveError(
-            f"{named.folder} holds other weights than adapter {manifest.id} was trained for ({manifest.base.id}); "
-            "name that checkpoint with --draft"
-        )
-    return named
-
-
-def model_of(settings: Settings, manifest: Manifest) -> Source:
-    """``base_of``, if that is a model by itself. Raises AdaptiveError."""
-    source = base_of(settings, manifest)
-    if source.head is not None:
-        raise AdaptiveError(
-            f"adapter {manifest.id} is for {source.head.words}, which is no model by itself; --format speculators and "
-            "--format gguf write an EAGLE-3 head with its adapter"
-        )
-    return source
-
-
-def _export_gguf(
-    settings: Settings,
-    adapter: Path,
-    manifest: Manifest,
-    file: Path | None,
-    merged: Path | None,
-    encoding: str,
-    force: bool,
-) -> None:
-    """Write an adapter or a merged draft for llama.cpp's own programs, and print the command that uses it."""
-    from cli.export import check_free, for_llama_server, gguf_or, write_checkpoint
-
-    destination = file or merged
-    assert destination is not None
-    check_free(destination, force)
-    source = model_of(settings, manifest)
-    if merged is not None:
-        with working("writing the draft"):
-            write_checkpoint(source, adapter, merged, encoding, settings)
-        typer.echo(f"the draft with adapter {manifest.id} is in {merged}; with llama.cpp's server:")
-        typer.echo(for_llama_server(gguf_or(settings.target, "TARGET.gguf"), merged, "draft-simple"))
-        return
-    from adaptive.engines.llamacpp.lora import write_adapter
-    from adaptive.engines.llamacpp.names import Base
-    from adaptive.engines.load import read_config
-
-    write_adapter(adapter, Base.of_config(read_config(source, settings)), destination)
-    typer.echo(f"adapter {manifest.id} is in {destination}; with llama.cpp's server, on the draft itself:")
-    typer.echo(
-        shlex.join(["llama-server", "--model", gguf_or(settings.draft, "DRAFT.gguf"), "--lora", str(destination)])
-    )
-    typer.echo("As a draft llama-server takes no adapter; write the merged one (--merged FILE --format gguf).")
 
 
 def _resolve(store: AdapterStore, name: str) -> str:

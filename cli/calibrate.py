@@ -98,28 +98,8 @@ def calibrate(
     unrecorded = settings.model_copy(update={"record": False, "draft_length": "0"})
     with open_pair(unrecorded, console) as session:
         from adaptive.assistant import sampling_params
-        from adaptive.engines.protocol import ReadsFeatures
-        from adaptive.speculation import growing
 
-        if session.pair.remote is not None:
-            raise AdaptiveError(
-                "what a draft server's proposals cost is learned while it drafts, and is not measured before; compare "
-                "with adaptive bench"
-            )
-        if session.pair.draft is None:
-            raise AdaptiveError("there is no draft to calibrate; name one with --draft")
-        if growing(session.pair):
-            raise AdaptiveError(
-                "there is no draft to calibrate yet: the head has not been trained; use `adaptive chat` or `adaptive "
-                "serve` for a while, then `adaptive distill`, or name a draft with --draft"
-            )
-
-        if isinstance(session.pair.draft, ReadsFeatures):
-            raise AdaptiveError(
-                "what a head would have drafted cannot be computed without the target's states; compare with adaptive "
-                "bench"
-            )
-
+        _require_draft(session.pair)
         if prompts is not None:
             with console.status("checking the prompts"):
                 require_answerable(asked[:answers], session.pair, raw=not session.pair.tokenizer.chat_template)
@@ -128,19 +108,7 @@ def calibrate(
             raise AdaptiveError("the other pair has no draft that can be used; name another one with --other-draft")
         sampling = sampling_params(settings, session.pair)
         repeats = measure_repeatedly(session.pair, sampling, console, busy)
-        with tempfile.TemporaryDirectory() as folder:
-            log, source = session.state.records, "the log"
-            trained = session.assistant.adapter is not None
-            sample = read_sample(session.pair, log, trained) if prompts is None and log.exists() else []
-            if sample and trained:
-                source = "those answers of the log on which no adapter is trained"
-            if not sample:
-                log, source = Path(folder) / "records.db", "answers given now"
-                with console.status(f"answering {counted(len(asked[:answers]), 'prompt')}"):
-                    answer_plainly(session.assistant, sampling, asked[:answers], log)
-                sample = read_sample(session.pair, log)
-            if not sample:
-                raise AdaptiveError("these answers are too short to learn acceptance from; give others with --prompts")
+        sample, source = _answers(session, sampling, asked[:answers], prompts is None, console)
         with console.status("replaying the draft"):
             forecast = predict(repeats.costs, sample, session.pair)
         if not repeats.busy:
@@ -169,6 +137,47 @@ def calibrate(
         _show(Console(highlight=False), there, {**report, "pair": f"{other.identity.id} ({engines(other)})"})
         _say_busy(elsewhere_repeats)
         Console(highlight=False).print(verdict, soft_wrap=True, markup=False)
+
+
+def _require_draft(pair: Pair) -> None:
+    """Raise AdaptiveError if the pair has no draft that can be calibrated."""
+    from adaptive.engines.protocol import ReadsFeatures
+    from adaptive.speculation import growing
+
+    if pair.remote is not None:
+        raise AdaptiveError(
+            "what a draft server's proposals cost is learned while it drafts, and is not measured before; compare with "
+            "adaptive bench"
+        )
+    if pair.draft is None:
+        raise AdaptiveError("there is no draft to calibrate; name one with --draft")
+    if growing(pair):
+        raise AdaptiveError(
+            "there is no draft to calibrate yet: the head has not been trained; use `adaptive chat` or `adaptive "
+            "serve` for a while, then `adaptive distill`, or name a draft with --draft"
+        )
+    if isinstance(pair.draft, ReadsFeatures):
+        raise AdaptiveError(
+            "what a head would have drafted cannot be computed without the target's states; compare with adaptive bench"
+        )
+
+
+def _answers(
+    session: OpenedPair, sampling: SamplingParams, prompts: Sequence[PromptLine], from_log: bool, console: Console
+) -> tuple[list[Example], str]:
+    """Answers from which acceptance is computed, and where they come from: the log, if they may be taken ``from_log``
+    and it has any, else answers to ``prompts``, given now. Raises AdaptiveError if these are too short."""
+    log, trained = session.state.records, session.assistant.adapter is not None
+    if from_log and log.exists() and (sample := read_sample(session.pair, log, trained)):
+        return sample, "those answers of the log on which no adapter is trained" if trained else "the log"
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "records.db"
+        with console.status(f"answering {counted(len(prompts), 'prompt')}"):
+            answer_plainly(session.assistant, sampling, prompts, log)
+        sample = read_sample(session.pair, log)
+    if not sample:
+        raise AdaptiveError("these answers are too short to learn acceptance from; give others with --prompts")
+    return sample, "answers given now"
 
 
 def answer_plainly(

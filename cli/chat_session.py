@@ -180,14 +180,15 @@ class Chat:
 
     def go_on(self) -> None:
         """Continue the last answer, which was cut. Raises AdaptiveError if it was not, or if it is not of this run."""
+        from adaptive.answering import Question
+
         answered, messages = self._answered, self.talk.messages
         if answered is None or not messages or messages[-1] is not answered.message:
             raise AdaptiveError("/more goes on with the last answer of this run; the conversation does not end with it")
         if not answered.cut:
             raise AdaptiveError("the last answer was not cut")
-        steps = self.opened.assistant.answer(
-            answered.tokens, tuple(messages), "", self.sampling, self.limits, self.name, goes_on=True
-        )
+        question = Question(answered.tokens, tuple(messages), "", self.sampling, self.limits, self.name, goes_on=True)
+        steps = self.opened.assistant.answer(question)
         messages[-1] = self._answer(messages[-1].content + self._stream(steps))
 
     def _answer(self, text: str) -> Message:

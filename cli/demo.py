@@ -273,7 +273,7 @@ class Tour:
         from rich.markup import escape
 
         made, took = outcome.manifest, f"[dim]({outcome.seconds:.0f} s)[/]"
-        if made is None or made.recent is None or promoted(outcome) is None:
+        if made is None or made.recent is None or outcome.promoted is None:
             self.console.print(f"{escape(outcome.message)} More answers teach it more. {took}")
             return
         was, now = made.recent.acceptance_before.mean, made.recent.acceptance_after.mean
@@ -388,9 +388,8 @@ def listed(parts: list[str]) -> str:
 
 
 def promoted(outcome: DistillOutcome | None) -> str | None:
-    """The id of the adapter or head that a training run put into use, None if it did not."""
-    made = None if outcome is None else outcome.manifest
-    return made.id if made is not None and made.status == "promoted" else None
+    """The id of the adapter or head that a training run put into use; None if it did not, or if there was no run."""
+    return None if outcome is None else outcome.promoted
 
 
 def trained(outcome: DistillOutcome | None) -> dict[str, Any] | None:
@@ -401,6 +400,6 @@ def trained(outcome: DistillOutcome | None) -> dict[str, Any] | None:
     return {
         "message": outcome.message,
         "seconds": outcome.seconds,
-        "promoted": promoted(outcome) is not None,
+        "promoted": outcome.promoted is not None,
         "held_out": None if made is None or made.recent is None else asdict(made.recent),
     }

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from adaptive.errors import AdaptiveError
-from cli.distill_outcome import as_object, promoted, show
+from cli.distill_outcome import as_object, show
 from cli.options import shared_options, typed
 from cli.output import print_json
 from cli.waiting import wait
@@ -210,7 +210,7 @@ def run(
                 rehearsal=rehearsal_of(load_tokenizer(settings), state.rehearsal, identity.base.weights),
             )
         notes = list(outcome.notes)
-        if processes.first() and promoted(outcome):
+        if processes.first() and outcome.promoted:
             end_doubt(store, state.doubts, notes.append)
         return replace(outcome, notes=(*notes, *tidy(store, state, settings.keep_adapters)))
 

@@ -36,7 +36,7 @@ def show(outcome: DistillOutcome, settings: Settings, console: Console) -> None:
             if figures is not None:
                 _add_rows(table, name, figures)
         console.print(table)
-    console.print(outcome.message, style="green" if promoted(outcome) else None, markup=False)
+    console.print(outcome.message, style="green" if outcome.promoted else None, markup=False)
     paid = break_even(outcome, settings)
     if paid is not None:
         console.print(paid)
@@ -94,11 +94,6 @@ def break_even(outcome: DistillOutcome, settings: Settings) -> str | None:
     )
 
 
-def promoted(outcome: DistillOutcome) -> bool:
-    """Whether the adapter of this run came into use."""
-    return outcome.manifest is not None and outcome.manifest.status == "promoted"
-
-
 def _add_rows(table: Any, name: str, figures: HeldOut) -> None:
     """Acceptance and tokens a round of one held-out set."""
     lengths = figures.mean_acceptance_length_before, figures.mean_acceptance_length_after
@@ -124,7 +119,7 @@ def _interval(interval: Interval, digits: int, signed: bool = False) -> str:
 def _next_command(outcome: DistillOutcome, settings: Settings) -> str:
     """The command that the user most likely needs next."""
     pair = f" {typed}" if (typed := as_typed(settings, *PAIR, "home", *changed(settings, *HELD))) else ""
-    if promoted(outcome):
+    if outcome.promoted:
         return f"adaptive chat{pair}"
     if outcome.manifest is not None and outcome.manifest.status == "candidate":
         return f"adaptive adapters promote {outcome.manifest.id}{pair}, or adaptive distill{pair} again"

@@ -59,13 +59,12 @@ def plot_history(
     points: Sequence[Point],
     swaps: Sequence[Swap],
     width: int,
-    height: int = HEIGHT,
     colour: bool = True,
     panels: Sequence[Panel] = PANELS,
 ) -> str:
     """``panels`` one above the other, over generations, with a vertical line at each swap.
 
-    Empty for fewer than two points. ``width`` and ``height`` count characters.
+    Empty for fewer than two points. ``width`` counts characters.
     """
     if len(points) < 2:
         return ""
@@ -77,7 +76,7 @@ def plot_history(
     plotext.terminal.limit(False, False)  # the caller gives the width; there may be no terminal to ask
     figure = plotext.figure
     figure.clear()
-    figure.plot_size(min(width, WIDTH), height)
+    figure.plot_size(min(width, WIDTH), HEIGHT)
     figure.theme("simple" if colour else "colorless")
     if len(drawn) > 1:  # plotext does not divide a figure into one part; a single panel is the figure itself
         figure.subplots(len(drawn), 1)

@@ -98,7 +98,7 @@ class AdaptedDraft(Published):
         self._rows = None if rows is None or rows == self._own_rows() else rows
 
     def _own_rows(self) -> int:
-        from cli.adapters import model_of
+        from cli.adapters_export import model_of
 
         return _rows(model_of(self._settings, self.manifest), self._settings)
 
@@ -107,7 +107,7 @@ class AdaptedDraft(Published):
         return f"draft-{self.id}-{digest(self.manifest)}{rows}"
 
     def _write(self, part: Path, encoding: str | None) -> None:
-        from cli.adapters import model_of, write_merged
+        from cli.adapters_export import model_of, write_merged
         from cli.export import write_checkpoint
 
         if encoding is not None:
@@ -122,7 +122,7 @@ class AdaptedDraft(Published):
 
         from adaptive.engines.hf.lora import MergedAdapter
         from adaptive.engines.load import load_model, weights_progress
-        from cli.adapters import model_of
+        from cli.adapters_export import model_of
         from trainers.batches import longest_output
         from trainers.replay import replay
 

@@ -258,7 +258,7 @@ def test_fixed_lengths_know_the_log_as_it_was_before_the_sessions_answer(tmp_pat
 
 
 @pytest.mark.thorough
-def test_a_lived_session_that_is_terminated_ends_what_it_has_started(tmp_path: Path) -> None:
+def test_a_lived_session_that_is_terminated_ends_what_it_has_started() -> None:
     command = [sys.executable, str(BENCHMARKS / "lived_session.py"), "--regime", "busy-start", "--requests", "2"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=BENCHMARKS.parent) as process:
         own = psutil.Process(process.pid)

@@ -72,12 +72,10 @@ class World:
         """One round, as the loop and the drafter run it."""
         length = self.policy.next_length(limit, self.waiting, 100)
         assert 0 <= length <= limit
-        steps = drafted = 0
+        steps, drafted, advise = 0, 0, self.policy.adviser
         while drafted < length:
             steps += 1
-            advice = Advice.MORE
-            if self.policy.attentive:
-                advice = self.policy.advise(steps, acceptance[drafted])
+            advice = Advice.MORE if advise is None else advise(steps, acceptance[drafted])
             if advice is Advice.DROP:
                 break
             drafted += 1
@@ -402,9 +400,9 @@ def put_through(policy: LengthPolicy, outcomes: list[tuple[int, int, float, floa
             policy.swapped()
         length = policy.next_length(limit, waiting, number)
         assert 0 <= length <= min(limit, LONGEST)
-        drafted = 0
+        drafted, advise = 0, policy.adviser
         while drafted < length:
-            advice = policy.advise(drafted + 1, confidence) if policy.attentive else Advice.MORE
+            advice = Advice.MORE if advise is None else advise(drafted + 1, confidence)
             drafted += advice is not Advice.DROP
             if advice is not Advice.MORE:
                 break

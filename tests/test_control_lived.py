@@ -234,7 +234,7 @@ def test_a_draft_for_which_answers_are_too_short_is_tried_all_the_same() -> None
                 continue
             catching_up_s += waiting * dear.catch_up_s
             caught_up += waiting > 100 - 1
-            policy.advise(1, 0.9)
+            policy.stopping(1, 0.9)
             draft_s = dear.start_s + dear.draft_s + waiting * dear.catch_up_s
             policy.observe(Round("model", 1, 0, draft_s, dear.verify_s[1]))
             waiting = 0

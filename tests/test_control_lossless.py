@@ -36,9 +36,11 @@ CHEAP = CostTable(0.0, 0.01, 0.001, tuple(1 + 0.1 * k for k in range(17)), 0.01,
 class Stopping(FixedLength):
     """Ends drafts by confidence: drops a token below 0.3, ends with a token below 0.45. (There are eight tokens.)"""
 
-    attentive = True
+    @property
+    def adviser(self) -> Adviser:
+        return self._advise
 
-    def advise(self, position: int, confidence: float) -> Advice:
+    def _advise(self, position: int, confidence: float) -> Advice:
         if confidence < 0.3:
             return Advice.DROP
         return Advice.LAST if confidence < 0.45 else Advice.MORE

@@ -12,7 +12,7 @@ from test_control import TABLE
 from adaptive.control.among import TRY_EVERY
 from adaptive.control.costs import LONGEST, CostTable
 from adaptive.control.goodput import GoodputLength
-from adaptive.control.policy import Advice, Beside, Scope
+from adaptive.control.policy import Advice, Scope, SharedLength
 from adaptive.control.sources import GoodputWithHistory
 from adaptive.types import Round
 
@@ -41,8 +41,8 @@ class Shared:
     ) -> None:
         self.policy, self.table, self.at_once, self.dice = policy, table, at_once, random.Random(3)
         self.number, self.prompt = answers, prompt
-        self.answers: list[Beside] = []
-        self.waiting: dict[Beside, int] = {}  # tokens of each answer that the draft has not read
+        self.answers: list[SharedLength] = []
+        self.waiting: dict[SharedLength, int] = {}  # tokens of each answer that the draft has not read
         self.tokens = self.seconds = 0.0
 
     def begin(self) -> None:
@@ -83,7 +83,7 @@ class Shared:
         self.seconds += draft_s + pass_s + self.number * self.table.overhead_s
         return [one[0] for one in found]
 
-    def proposal(self, answer: Beside, place: Place) -> tuple[int, int, int]:
+    def proposal(self, answer: SharedLength, place: Place) -> tuple[int, int, int]:
         """The steps of a draft, its proposed and its accepted tokens."""
         steps = drafted = accepted = 0
         length = answer.lead([], answer.next_length(1000, self.number, self.waiting[answer]), 1000).model

@@ -13,6 +13,7 @@ from conftest import BUNDLED, save_random_pair
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from adaptive.answering import Question
 from adaptive.caches import Conversation, Conversations
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.protocol import Engine
@@ -40,7 +41,7 @@ def ask(session: OpenedPair, *messages: Message, stop: StopParams = SHORT, clien
     chat = [{"role": m.role, "content": m.content} for m in messages]
     text = str(session.pair.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
     prompt = session.pair.tokenizer.encode(text, add_special_tokens=False)
-    for _ in assistant.answer(prompt, messages, "", GREEDY, stop, client=client):
+    for _ in assistant.answer(Question(prompt, messages, "", GREEDY, stop, client=client)):
         pass
     assert assistant.last is not None
     return assistant.last.text, assistant.last.timings.cached_n, len(prompt)

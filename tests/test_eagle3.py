@@ -12,6 +12,7 @@ import torch
 from conftest import BUNDLED, Command
 from foreign_heads import TAPS, save_eagle, save_eagle_target
 from safetensors.torch import load_file, save_file
+from test_head_engine import bound
 from test_head_lossless import TOKENS, alone, as_if_new, said
 from test_lossless_sampled import IDS, PARAMS, RUNS, VOCAB, exact_distribution, p_value, run_loop
 from tiny_models import save, tiny_model
@@ -21,10 +22,9 @@ from adaptive.assistant import Assistant, length_policy
 from adaptive.control.policy import FixedLength
 from adaptive.engines.cpu.forward import FEW
 from adaptive.engines.head.eagle import Eagle3Head, EagleConfig, read_eagle
-from adaptive.engines.head.engine import HeadEngine, HeadSequence
-from adaptive.engines.hf.engine import TransformersEngine, TransformersSequence
+from adaptive.engines.head.engine import HeadEngine
+from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.load import forward_of
-from adaptive.engines.protocol import sequences
 from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair, load_pair, pair_identity
 from adaptive.settings import Settings, load_settings
@@ -51,13 +51,6 @@ def loaded(target: Path, head: Path, ours: bool = True) -> tuple[Pair, Transform
     if not ours:
         pair.target.cpu_forward = None
     return pair, pair.target, pair.draft
-
-
-def bound(target: TransformersEngine, head: HeadEngine) -> tuple[TransformersSequence, HeadSequence]:
-    held, draft = sequences(target, head)
-    assert isinstance(held, TransformersSequence)
-    assert isinstance(draft, HeadSequence)
-    return held, draft
 
 
 def states_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from test_trainer_command import tokenizer
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from adaptive.answering import Question
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
 from adaptive.pair import load_draft_for_training, load_pair, pair_identity
@@ -82,7 +83,7 @@ def test_transformers_accepts_the_merged_draft_as_often_as_our_loop(tmp_path: Pa
         assistant.use_adapter(None if adapter is None else outcome.manifest.id, adapter)
         ours, theirs = [], []
         for prompt in prompts:
-            for _ in assistant.answer(prompt, (), "", SamplingParams(), StopParams(TOKENS, ignore_eos=True)):
+            for _ in assistant.answer(Question(prompt, (), "", SamplingParams(), StopParams(TOKENS, ignore_eos=True))):
                 pass
             assert assistant.last is not None
             rounds = assistant.last.rounds

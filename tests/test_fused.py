@@ -20,7 +20,7 @@ from adaptive.decoding.verifier import Verifier
 from adaptive.decoding.verify import verify_greedy, verify_sampled
 from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.proposal import Proposal
-from adaptive.drafting.protocol import Making
+from adaptive.drafting.protocol import Proposing
 from adaptive.engines.cpu.forward import cpu_forward
 from adaptive.engines.cpu.kernels import library
 from adaptive.engines.hf.engine import TransformersEngine
@@ -151,10 +151,10 @@ def test_proposals_for_several_texts_in_one_call_are_those_of_one_after_the_othe
     for turn in range(12):
         advice = [[None if n % 3 == 0 else rule for n, rule in enumerate(side)] for side in rules]
         each = zip(together, texts, advice[0], strict=True)
-        making = [made.making(text, 1 + (n + turn) % 6, rule) for n, (made, text, rule) in enumerate(each)]
-        wanted = [next(one) for one in making]
+        proposals = [made.proposing(text, 1 + (n + turn) % 6, rule) for n, (made, text, rule) in enumerate(each)]
+        wanted = [next(one) for one in proposals]
         found = engine.propose_together([(one.sequence, one.call) for one in wanted])
-        for number, (one, given) in enumerate(zip(making, found, strict=True)):
+        for number, (one, given) in enumerate(zip(proposals, found, strict=True)):
             mine = ended(one, given)
             theirs = alone[number].propose(texts[number], 1 + (number + turn) % 6, advice[1][number])
             assert rules[0][number].bins_of() == rules[1][number].bins_of()
@@ -174,10 +174,10 @@ def test_proposals_for_several_texts_in_one_call_are_those_of_one_after_the_othe
     assert max(lengths) == 6
 
 
-def ended(making: Making, given: Proposed) -> Proposal | None:
+def ended(proposing: Proposing, given: Proposed) -> Proposal | None:
     """The finished proposal of a generator that is sent its last input."""
     try:
-        making.send(given)
+        proposing.send(given)
     except StopIteration as end:
         proposal: Proposal | None = end.value
         return proposal

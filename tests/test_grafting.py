@@ -236,7 +236,7 @@ def ready(policy: GoodputWithHistory) -> GoodputWithHistory:
         length = policy.next_length(100, 0, 50)
         drafted, accepted = min(length, 4), number % 4
         for position in range(1, drafted + 1):
-            policy.advise(position, 0.8)
+            policy.stopping(position, 0.8)
         draft_s = COSTS.start_s * bool(drafted) + COSTS.draft_s * drafted
         outcome = Round(
             "model" if drafted else "none", drafted, min(accepted, drafted), draft_s, COSTS.verify_s[drafted]
@@ -274,7 +274,7 @@ def test_agreement_raises_what_is_believed_of_a_draft() -> None:
     policy = ready(GoodputWithHistory(COSTS))
     policy.next_length(100, 0, 50)
     for position in range(1, 4):
-        policy.advise(position, 0.5)
+        policy.stopping(position, 0.5)
     alone = policy.sure_of_draft(3, [])
     assert alone < policy.sure_of_draft(3, [0.9]) < policy.sure_of_draft(3, [0.9, 0.9, 0.9])
     assert policy.sure_of_draft(3, [0.0, 0.0]) == alone
@@ -357,7 +357,7 @@ def test_what_history_adds_says_nothing_of_the_draft() -> None:
             policy.next_length(100, 0, 50)
             policy.lead([], 16, 100)
             for position in range(1, 3):
-                policy.advise(position, 0.8)
+                policy.stopping(position, 0.8)
             tail = 5 if policy is together else 0
             name = "model+history" if tail else "model"
             first, draft_s = 2 if tail else 0, COSTS.start_s + 2 * COSTS.draft_s

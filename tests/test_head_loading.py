@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 from conftest import BUNDLED, save_head, save_random_pair
+from test_head_lossless import settings_of
 
 from adaptive.engines.load import Forward, choose_forward, forward_of
 from adaptive.engines.load_head import load_head
 from adaptive.errors import AdaptiveError
 from adaptive.pair import load_pair, load_tokenizer, pair_identity, sources
 from adaptive.records.log import Log
-from adaptive.settings import Settings, load_settings
+from adaptive.settings import load_settings
 from cli.main import run
 
 TARGET = BUNDLED / "target"
@@ -24,11 +25,6 @@ TARGET = BUNDLED / "target"
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A head on the bundled target."""
     return save_head(TARGET, tmp_path_factory.mktemp("heads") / "head")
-
-
-def settings_of(target: Path | str, draft: Path, **options: str) -> Settings:
-    """Settings for a target and a head."""
-    return load_settings({"target": str(target), "draft": str(draft), "dtype": "float32", **options})
 
 
 def test_answers_drafted_by_a_head_are_recorded_so(

@@ -4,7 +4,6 @@ when sampled."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from adaptive.engines.head.module import Head
 from adaptive.engines.hf.engine import TransformersEngine, TransformersSequence
 from adaptive.engines.protocol import sequences
 from adaptive.pair import Pair, load_pair, pair_identity
-from adaptive.settings import load_settings
+from adaptive.settings import Settings, load_settings
 from adaptive.types import Message, SamplingParams, StopParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -31,7 +30,7 @@ TOKENS, THEIR_TOKENS = 200, 80
 NOISE = 0.7
 
 
-def settings_of(target: Path, draft: Path, **options: str) -> Any:
+def settings_of(target: Path | str, draft: Path, **options: str) -> Settings:
     """Settings for a target and a head."""
     return load_settings({"target": str(target), "draft": str(draft), "dtype": "float32", **options})
 

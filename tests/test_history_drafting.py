@@ -156,7 +156,7 @@ def test_an_answer_that_is_known_is_drafted_by_history_alone(pair: Pair, prompts
     assert rounds[1] < 0.25 * len(steps)
 
 
-def test_history_of_one_session_looks_at_the_running_text_only(pair: Pair, prompts: list[str], tmp_path: Path) -> None:
+def test_history_of_one_session_looks_at_the_running_text_only(pair: Pair, prompts: list[str]) -> None:
     assistant = Assistant(pair, FixedLength(4), None, history=History(None))
     said = [Message("user", prompts[0])]
     first = list(assistant.chat(said, GREEDY, StopParams(max_new_tokens=60, ignore_eos=True)))

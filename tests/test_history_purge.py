@@ -18,6 +18,7 @@ from conftest import BUNDLED
 from records_factory import generation
 from test_grafting import Always
 
+from adaptive.answering import Question
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength, LengthPolicy
 from adaptive.decoding.verifier import Verifier
@@ -49,7 +50,9 @@ def pair() -> Pair:
 
 
 def answer(assistant: Assistant, prompt: list[int], tokens: int) -> list[int]:
-    steps = assistant.answer(prompt, (), "", SamplingParams(), StopParams(tokens, ignore_eos=True), record=False)
+    steps = assistant.answer(
+        Question(prompt, (), "", SamplingParams(), StopParams(tokens, ignore_eos=True), record=False)
+    )
     return [step.token for step in steps]
 
 
@@ -92,7 +95,9 @@ def test_what_another_process_purges_is_proposed_no_more(
         answer(assistant, prompt, 8)
         assert leaked() == {way}
         # In the middle of an answer: earlier matches are dropped, and later lookups no longer find the secret.
-        steps = assistant.answer(prompt, (), "", SamplingParams(), StopParams(40, ignore_eos=True), record=False)
+        steps = assistant.answer(
+            Question(prompt, (), "", SamplingParams(), StopParams(40, ignore_eos=True), record=False)
+        )
         next(steps)
         subprocess.run([sys.executable, "-c", PURGE, str(path)], check=True, capture_output=True)
         deadline = time.monotonic() + 30

@@ -78,7 +78,7 @@ def run(
             if length:
                 drafted = min(length, accepted + 1) if policy.attentive else length
                 for position in range(1, drafted + 1) if policy.attentive else ():  # confident of accepted tokens only
-                    policy.advise(position, 0.95 if position <= accepted else 0.4)
+                    policy.stopping(position, 0.95 if position <= accepted else 0.4)
             draft_s = COSTS.start_s * (length > 0) + COSTS.draft_s * drafted + COSTS.catch_up_s * waiting * (length > 0)
             policy.observe(Round("model" if length else "none", drafted, accepted, draft_s, COSTS.verify_s[drafted]))
             who.append("model" if length else "none")
@@ -177,7 +177,7 @@ def test_a_prompt_is_read_where_the_rest_of_the_answer_is_worth_it(by_model: int
                 accepted = min(by_model, lead.model)
                 drafted = min(lead.model, accepted + 1)
                 for position in range(1, drafted + 1):
-                    policy.advise(position, 0.95 if position <= accepted else 0.2)
+                    policy.stopping(position, 0.95 if position <= accepted else 0.2)
                 draft_s = COSTS.draft_s * drafted + COSTS.catch_up_s * waiting if lead.model else 0.0
                 policy.observe(
                     Round(MODEL if lead.model else "none", drafted, accepted, draft_s, COSTS.verify_s[drafted])

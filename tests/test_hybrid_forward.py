@@ -16,7 +16,6 @@ from test_joint import check as check_joint
 from tiny_models import GREEDY
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfig
 
-from adaptive.engines.checkpoints import REMEMBER_BEFORE
 from adaptive.engines.cpu import delta, kernels
 from adaptive.engines.cpu.delta import HELD, DeltaNet, States
 from adaptive.engines.cpu.families import forward_kind
@@ -25,6 +24,7 @@ from adaptive.engines.head.engine import HeadEngine
 from adaptive.engines.head.module import Head
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.protocol import ProposalCall
+from adaptive.engines.state_checkpoints import REMEMBER_BEFORE
 from adaptive.errors import AdaptiveError
 
 pytestmark = pytest.mark.skipif(
@@ -97,7 +97,7 @@ def test_logits_equal_those_of_transformers(name: str, fused: bool) -> None:
     assert cache.length == done
 
 
-def test_a_wrong_state_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_state_would_be_seen() -> None:
     """The comparison above covers the state kept between passes, not only single passes."""
     model = made()
     forward, tokens = own(model), text(20)

@@ -11,9 +11,9 @@ from test_recurrent import engine_of
 from tiny_models import noisy, prompt_of, tiny_model
 from transformers import AutoTokenizer
 
-from adaptive.engines.checkpoints import CHECKPOINTS
 from adaptive.engines.cpu import kernels
 from adaptive.engines.cpu.delta import HELD
+from adaptive.engines.state_checkpoints import CHECKPOINTS
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["our own forward", "transformers'"])

@@ -73,7 +73,7 @@ def test_a_state_that_is_not_taken_back_fails_the_same_test(models: Models, monk
     def keeps(self: States, length: int) -> int:
         if self.length - length in (1, 2) and self._base is not None and self._base < length:
             self._base -= self.length - length  # leaves the rejected tokens in the state
-            self.length, self._current = length, False
+            self.length = length
             return length
         return taken_back(self, length)
 

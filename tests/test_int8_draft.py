@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from adaptive.answering import Question
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength
 from adaptive.engines import load
@@ -91,7 +92,9 @@ def test_with_64_bits_the_draft_guesses_as_well() -> None:
         pair = load_pair(load_settings({"dtype": "float64", "draft_quantize": quantised}))
         assistant = Assistant(pair, FixedLength(4), None)
         prompt = pair.tokenizer.encode("Write a function that adds two numbers.")
-        for _ in assistant.answer(prompt, (), "", SamplingParams(temperature=0.0), StopParams(40, ignore_eos=True)):
+        for _ in assistant.answer(
+            Question(prompt, (), "", SamplingParams(temperature=0.0), StopParams(40, ignore_eos=True))
+        ):
             pass
         assert assistant.last is not None
         accepted.append(sum(one.accepted for one in assistant.last.rounds))
@@ -104,7 +107,9 @@ def test_greedy_output_is_the_targets_own() -> None:
         pair = load_pair(load_settings({"dtype": "float32", "draft_quantize": quantised}))
         assistant = Assistant(pair, FixedLength(length), None)
         prompt = pair.tokenizer.encode("Write a function that adds two numbers.")
-        for _ in assistant.answer(prompt, (), "", SamplingParams(temperature=0.0), StopParams(60, ignore_eos=True)):
+        for _ in assistant.answer(
+            Question(prompt, (), "", SamplingParams(temperature=0.0), StopParams(60, ignore_eos=True))
+        ):
             pass
         assert assistant.last is not None
         answers.append(assistant.last.output)

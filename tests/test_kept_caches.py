@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from service_server import Server
 
 from adaptive.caches import Conversations
-from adaptive.kept import LEAST, KeptCaches
+from adaptive.kept_caches import LEAST, KeptCaches
 from adaptive.pair import Pair, load_pair
 from adaptive.records.erase import erase_beside
 from adaptive.settings import load_settings
@@ -150,7 +150,7 @@ def test_there_is_no_more_on_disk_than_may_be_and_nothing_private(pair: Pair, tm
 def test_a_file_is_written_in_pieces_and_dropped_as_soon_as_somebody_asks(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adaptive.kept.PIECE", 1 << 16)
+    monkeypatch.setattr("adaptive.kept_caches.PIECE", 1 << 16)
     folder = tmp_path / "caches"
     first = conversations(pair, folder)
     wanted = read(first, TEXT)
@@ -185,7 +185,7 @@ def test_a_file_is_written_in_pieces_and_dropped_as_soon_as_somebody_asks(
 def test_a_purge_while_a_file_is_written_leaves_nothing(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adaptive.kept.PIECE", 1 << 16)
+    monkeypatch.setattr("adaptive.kept_caches.PIECE", 1 << 16)
     state = open_state(tmp_path, "pair")
     here = conversations(pair, state.caches)
     read(here, TEXT)

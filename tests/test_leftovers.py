@@ -15,7 +15,6 @@ from adaptive.errors import AdaptiveError
 from adaptive.records.log import Log
 from adaptive.records.writer import LogWriter
 from adaptive.service.server import only_server
-from adaptive.settings import load_settings
 from adaptive.state import PairState, open_state
 from checkpoints import files
 
@@ -54,19 +53,19 @@ def test_the_state_of_models_that_were_renamed_is_named_once(tmp_path: Path, cap
 
 
 def test_a_second_server_says_who_holds_the_pair_also_where_the_note_is_damaged(tmp_path: Path) -> None:
-    state, settings = open_state(tmp_path, "pair"), load_settings({})
-    with only_server(state, settings) as note:
+    state = open_state(tmp_path, "pair")
+    with only_server(state) as note:
         for written, said in ((None, f"by process {os.getpid()} at http://127.0.0.1:1"), (b"\xff", "just started")):
             if written is None:
                 note("http://127.0.0.1:1")
             else:
                 (state.root / "server.json").write_bytes(written)
-            with pytest.raises(AdaptiveError, match=said), only_server(state, settings):
+            with pytest.raises(AdaptiveError, match=said), only_server(state):
                 pass
 
 
 def fail_at_the_start(state: PairState) -> None:
-    with only_server(state, load_settings({})) as note:
+    with only_server(state) as note:
         note("http://127.0.0.1:1")
         assert (state.root / "server.json").exists()
         raise AdaptiveError("the port is taken")

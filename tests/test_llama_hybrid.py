@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.policy import FixedLength
-from adaptive.engines.checkpoints import CHECKPOINTS, REMEMBER_BEFORE
 from adaptive.engines.llamacpp.engine import LlamaCppEngine, LlamaCppSequence
 from adaptive.engines.llamacpp.model import LlamaModel
 from adaptive.engines.llamacpp.states import MARK_EVERY, SNAPSHOTS, States
+from adaptive.engines.state_checkpoints import CHECKPOINTS, REMEMBER_BEFORE
 from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair, load_pair
 from adaptive.settings import load_settings

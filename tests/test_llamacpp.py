@@ -234,9 +234,7 @@ def test_an_adapter_predicts_as_peft_does(folder: Path, prompts: list[str], tmp_
     assert torch.equal(sequence.extend(tokens, len(tokens)).argmax(-1), before)
 
 
-def test_llama_cpp_itself_reads_the_adapter_file(
-    folder: Path, draft: LlamaCppEngine, prompts: list[str], tmp_path: Path
-) -> None:
+def test_llama_cpp_itself_reads_the_adapter_file(draft: LlamaCppEngine, prompts: list[str], tmp_path: Path) -> None:
     adapter = save_random_adapter(BUNDLED / "draft", tmp_path / "adapter")
     write_adapter(adapter, draft.llama, tmp_path / "adapter.gguf")
     prompt = AutoTokenizer.from_pretrained(BUNDLED / "draft").encode(prompts[0])

@@ -31,9 +31,10 @@ from trainers.recipe import Recipe
 TOKENS = 20
 
 
-def loaded(folder: Path) -> TransformersEngine:
-    settings = load_settings({"device": "cpu", "dtype": "float32"})
-    engine = load_engine(Source(folder.name, folder, "none"), settings, "cpu", lambda share: None)
+def loaded(folder: Path, draft: bool = False, dtype: str = "float32", **options: str) -> TransformersEngine:
+    settings = load_settings({"device": "cpu", "dtype": dtype, **options})
+    source = Source(folder.name, folder, settings.quantize)
+    engine = load_engine(source, settings, "cpu", lambda share: None, draft=draft)
     assert isinstance(engine, TransformersEngine)
     return engine
 

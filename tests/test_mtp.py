@@ -12,18 +12,18 @@ import torch
 from conftest import BUNDLED, Command
 from foreign_heads import MTP_TYPES, last_layer_becomes_head, save_with_mtp
 from safetensors.torch import load_file, save_file
+from test_head_engine import bound
 from test_head_lossless import TOKENS, alone, as_if_new, said
 from test_models import VISION, several_kinds
 from transformers import AutoModelForCausalLM
 
 from adaptive.assistant import Assistant, length_policy
 from adaptive.control.policy import FixedLength
-from adaptive.engines.head.engine import HeadEngine, HeadSequence
+from adaptive.engines.head.engine import HeadEngine
 from adaptive.engines.head.kinds import HAVE_MTP, HeadKind, mtp_weights
-from adaptive.engines.hf.engine import TransformersEngine, TransformersSequence
+from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.load import Source, load_engine
 from adaptive.engines.load_head import load_head
-from adaptive.engines.protocol import sequences
 from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair, grows_on, load_pair, pair_identity, sources, trained_draft
 from adaptive.records.log import Log
@@ -45,13 +45,6 @@ def loaded(folder: Path) -> tuple[TransformersEngine, HeadEngine]:
     target = load_engine(Source("target", folder, "none"), settings, "cpu", lambda share: None)
     assert isinstance(target, TransformersEngine)
     return target, load_head(Source("mtp", folder, "none", head=HeadKind.MTP), settings, target)
-
-
-def bound(target: TransformersEngine, head: HeadEngine) -> tuple[TransformersSequence, HeadSequence]:
-    held, draft = sequences(target, head)
-    assert isinstance(held, TransformersSequence)
-    assert isinstance(draft, HeadSequence)
-    return held, draft
 
 
 class Reference:

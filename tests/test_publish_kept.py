@@ -65,7 +65,7 @@ def test_the_login_of_a_servers_address_is_not_noted_down(state: PairState) -> N
     assert list(json.loads(file.read_text())) == ["http://other"]
 
 
-def test_an_interrupted_trial_leaves_no_draft_behind(state: PairState, box: Any, tmp_path: Path) -> None:
+def test_an_interrupted_trial_leaves_no_draft_behind(state: PairState, box: Any) -> None:
     server, start, running = box
     restart = f"cp {start} {running}; if grep -q draft-0001 {running}; then exec sleep 60; fi"
     arguments = ["publish", "--upstream", server.url, "--start", str(start), "--restart", restart]

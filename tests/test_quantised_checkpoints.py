@@ -28,15 +28,14 @@ from quantised_checkpoints import (
 )
 from safetensors.torch import load_file
 from test_doctor import findings
-from test_models import TEXT, VISION, several_kinds
+from test_models import TEXT, VISION, loaded, several_kinds
 from tiny_models import Greedy, alone, noisy, prompt_of, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from adaptive.engines.head.kinds import HeadKind
 from adaptive.engines.head.parts import parts_of_folder, parts_of_model
-from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.hf.quantised import float32_bytes, multiplied
-from adaptive.engines.load import Source, load_engine, load_model
+from adaptive.engines.load import Source, load_model
 from adaptive.engines.load_head import load_head
 from adaptive.errors import AdaptiveError
 from adaptive.pair import load_pair
@@ -51,14 +50,6 @@ FORMATS: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     "compressed-tensors fp8": ("llama", channels, CHANNELS, SMALL),
     "compressed-tensors int4": ("llama", packed, PACKED, SMALL),
 }
-
-
-def loaded(folder: Path, draft: bool = False, dtype: str = "float32", **options: str) -> TransformersEngine:
-    settings = load_settings({"device": "cpu", "dtype": dtype, **options})
-    source = Source(folder.name, folder, settings.quantize)
-    engine = load_engine(source, settings, "cpu", lambda share: None, draft=draft)
-    assert isinstance(engine, TransformersEngine)
-    return engine
 
 
 def dense(folder: Path) -> Any:

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from test_doctor import findings
+from test_models import loaded
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adaptive.engines.hf.engine import TransformersEngine
-from adaptive.engines.load import Source, load_engine
 from adaptive.errors import AdaptiveError
-from adaptive.settings import load_settings
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
@@ -26,17 +24,10 @@ def saved(folder: Path, hidden: int, inner: int) -> Path:
     return folder
 
 
-def loaded(folder: Path) -> TransformersEngine:
-    settings = load_settings({"device": "cpu", "dtype": "float32"})
-    engine = load_engine(Source(folder.name, folder, "nf4"), settings, "cpu", lambda share: None)
-    assert isinstance(engine, TransformersEngine)
-    return engine
-
-
 def test_layers_that_do_not_fit_stay_as_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = saved(tmp_path / "partly", 64, 96)
     with caplog.at_level(logging.WARNING, logger="adaptive"):
-        engine = loaded(folder)
+        engine = loaded(folder, quantize="nf4")
     kinds = {name: type(module).__name__ for name, module in engine.model.named_modules() if "proj" in name}
     plain = {name for name, kind in kinds.items() if kind == "Linear"}
     assert plain == {"model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"}  # those with 96 inputs
@@ -55,7 +46,7 @@ def test_a_model_of_which_no_layer_fits_is_refused_before_it_is_loaded(tmp_path:
     folder = saved(tmp_path / "none", 48, 80)
     (folder / "model.safetensors").write_bytes(b"read by nobody")
     with pytest.raises(AdaptiveError, match="--quantize nf4 cannot hold none: 0 of 14 linear layers fit"):
-        loaded(folder)
+        loaded(folder, quantize="nf4")
     code, found = findings("--target", str(folder), "--draft", "none", "--device", "cpu", "--quantize", "nf4")
     assert code == 1
     assert found["target nf4"]["status"] == "broken"
@@ -65,7 +56,7 @@ def test_a_model_of_which_no_layer_fits_is_refused_before_it_is_loaded(tmp_path:
 def test_a_model_that_fits_is_quantised_as_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = saved(tmp_path / "whole", 64, 128)
     with caplog.at_level(logging.WARNING, logger="adaptive"):
-        engine = loaded(folder)
+        engine = loaded(folder, quantize="nf4")
     kinds = [type(module).__name__ for name, module in engine.model.named_modules() if "proj" in name]
     assert kinds == ["Linear4bit"] * 14
     assert not caplog.text

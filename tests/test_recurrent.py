@@ -10,7 +10,6 @@ import pytest
 import torch
 from tiny_models import Greedy, alone, noisy, prompt_of, tiny_model
 
-from adaptive.engines.checkpoints import CHECKPOINTS, REMEMBER_BEFORE
 from adaptive.engines.cpu import kernels
 from adaptive.engines.cpu.delta import States
 from adaptive.engines.cpu.kernels import library
@@ -18,6 +17,7 @@ from adaptive.engines.hf import engine
 from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.hf.recurrent import State
+from adaptive.engines.state_checkpoints import CHECKPOINTS, REMEMBER_BEFORE
 from trainers.lora import Recipe, attach
 
 TOKENS = 20

@@ -178,7 +178,7 @@ def test_texts_that_cannot_be_kept_are_used_all_the_same(tmp_path: Path) -> None
     assert len(own.texts(small_draft(), never, quiet)) == TEXTS
 
 
-def test_writing_stops_when_asked(tmp_path: Path) -> None:
+def test_writing_stops_when_asked() -> None:
     asked: list[int] = []
 
     def stop() -> bool:

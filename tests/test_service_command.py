@@ -24,7 +24,6 @@ from filelock import FileLock
 from adaptive.errors import AdaptiveError
 from adaptive.service import notices
 from adaptive.service.server import only_server
-from adaptive.settings import load_settings
 from adaptive.state import open_state
 from cli import service
 from cli.managers import Launchd, Systemd, unit_of
@@ -264,7 +263,7 @@ def test_a_server_starts_while_its_lock_is_only_looked_at(tmp_path: Path) -> Non
 
     def start() -> str:
         began.set()
-        with only_server(state, load_settings({})):
+        with only_server(state):
             return "started"
 
     with ThreadPoolExecutor(1) as pool:

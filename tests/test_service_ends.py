@@ -17,7 +17,7 @@ from rich.console import Console
 from slow_disk import until
 from test_service_engine import LONG, answered, asking
 
-from adaptive import kept as kept_module
+from adaptive import kept_caches
 from adaptive.engines.cpu import kernels
 from adaptive.opened import OpenedPair
 from adaptive.service.engine import EngineThread
@@ -80,14 +80,14 @@ def test_the_end_waits_for_caches_only_so_long_and_first_keeps_what_is_small(
         if how == "hurry":
             engine.hurry()
         monkeypatch.setattr("adaptive.opened.KEEP_S", 0.0 if how == "late" else 600.0)
-        written = kept_module.KeptCaches.keep
+        written = kept_caches.KeptCaches.keep
 
         def looking(*given: Any) -> Any:
             small.append(state.controller.exists())
             return written(*given)
 
         state.controller.unlink(missing_ok=True)
-        monkeypatch.setattr(kept_module.KeptCaches, "keep", looking)
+        monkeypatch.setattr(kept_caches.KeptCaches, "keep", looking)
     finally:
         engine.close()
     assert small == [True]
@@ -126,7 +126,7 @@ def test_no_answer_waits_while_the_kept_cache_of_another_is_read(
 
     try:
         until(lambda: engine.state == "ready")
-        monkeypatch.setattr("adaptive.kept.zlib.crc32", slow)
+        monkeypatch.setattr("adaptive.kept_caches.zlib.crc32", slow)
         engine.submit(asking([5, 6, 7], 200, emit))
         until(lambda: bool(long) and isinstance(long[-1], Done))
         assert not other

@@ -87,7 +87,7 @@ def test_a_request_for_many_answers_gives_slots_to_those_who_wait(own_home: Path
 
 
 def test_without_memory_for_a_copy_the_copy_is_empty_and_idle_conversations_give_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a device, where the buffers are allocated with their first contents."""
     pair = load_pair(load_settings({"target": str(BUNDLED / "draft"), "draft": "none", "dtype": "float64"}))

@@ -166,9 +166,7 @@ def test_greedy_records_teach_the_draft_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_second_round_is_judged_against_the_adapter_in_use(
-    tmp_path: Path, log: Path, spoken: list[Generation]
-) -> None:
+def test_a_second_round_is_judged_against_the_adapter_in_use(tmp_path: Path, log: Path) -> None:
     store = AdapterStore(tmp_path / "adapters")
     first = distill(log, store, BASE, small_draft(), SHORT)
     write_log(log, speak(target(), 100, SamplingParams(temperature=0.7), seed=1))

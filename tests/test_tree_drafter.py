@@ -13,6 +13,7 @@ import torch
 from conftest import BUNDLED, Command, save_head, save_random_adapter
 from test_lossless_sampled import PROMPT, VOCAB, exact_distribution, models, p_value  # noqa: F401
 
+from adaptive.answering import Question
 from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.policy import FixedLength
 from adaptive.decoding.round import speculative_round
@@ -76,7 +77,7 @@ def test_answers_at_once_get_trees_too() -> None:
     if draft.cpu_forward is None:
         pytest.skip("the kernels were not built")
     with pytest.raises(StopIteration) as ended:  # it asks for no call that others share
-        next(drafter_of(draft, GREEDY, draft.vocab_size).making(PROMPT, 8))
+        next(drafter_of(draft, GREEDY, draft.vocab_size).proposing(PROMPT, 8))
     assert ended.value.value == drafter_of(draft, GREEDY, draft.vocab_size).propose(PROMPT, 8)
     assert ended.value.value.parents is not None
 
@@ -181,7 +182,7 @@ def test_within_a_grammar_trees_are_drafted(pair: Pair) -> None:
     for length in (0, 8):
         assistant = Assistant(pair, FixedLength(length, tree=True), None)
         prompt = encode_chat(pair, [Message("user", "Yes or no?")])
-        list(assistant.answer(prompt, (), "", GREEDY, StopParams(max_new_tokens=40), grammar=grammar))
+        list(assistant.answer(Question(prompt, (), "", GREEDY, StopParams(max_new_tokens=40), grammar=grammar)))
         assert assistant.last is not None
         texts.append(assistant.last.text)
     assert texts[0] == texts[1]

@@ -169,9 +169,7 @@ def test_answers_with_a_draft_are_logged_whole_and_without_supervision(
         assert len(generation.output) in (TOKENS, TOKENS - 1) or generation.finish_reason == "stop"
 
 
-def test_a_head_that_was_grown_here_drafts_there_as_replay_predicts(
-    folder: Path, tmp_path: Path, prompts: list[str]
-) -> None:
+def test_a_head_that_was_grown_here_drafts_there_as_replay_predicts(folder: Path, tmp_path: Path) -> None:
     lines = (BUNDLED / "prompts" / "tools.jsonl").read_text(encoding="utf-8").splitlines()
     asked = tmp_path / "prompts.jsonl"
     asked.write_text("\n".join(lines[:80]), encoding="utf-8")

@@ -74,7 +74,7 @@ def alpha(streak: int) -> float:
     return float(FALSE_PROMOTION * streak**-SPENDING / ZETA_OF_SPENDING)
 
 
-def held_out(before: Sequence[Replay], after: Sequence[Replay], draft_length: int, seed: int = 0) -> HeldOut:
+def held_out(before: Sequence[Replay], after: Sequence[Replay], draft_length: int) -> HeldOut:
     """Figures of one held-out set (at least one generation), with 95% intervals.
 
     Generations of equal ``fold`` count as one; those of an unknown one count each. A single one gives no spread, so its
@@ -84,7 +84,7 @@ def held_out(before: Sequence[Replay], after: Sequence[Replay], draft_length: in
     rates = [np.array([r.rate * r.positions for r in side]) for side in (before, after)]
     rounds = [expected_rounds(side, draft_length) for side in (before, after)]
     folds, of_each = np.unique([r.fold for r in before], return_inverse=True, equal_nan=False)
-    weights = _draws(len(folds), seed)[:, of_each]
+    weights = _draws(len(folds))[:, of_each]
 
     def interval(top: npt.NDArray[np.float64], bottom: npt.NDArray[np.float64], low: float, high: float) -> Interval:
         mean = float(top.sum() / bottom.sum())
@@ -152,10 +152,10 @@ def _forgetting(older: HeldOut | None, recent_gain: float) -> str | None:
 
 
 @lru_cache(maxsize=8)
-def _draws(prompts: int, seed: int) -> npt.NDArray[np.float64]:
+def _draws(prompts: int) -> npt.NDArray[np.float64]:
     """How often each prompt is drawn in each bootstrap sample: (DRAWS, prompts)."""
     even = np.full(prompts, 1 / prompts)
-    return np.random.default_rng(seed).multinomial(prompts, even, size=DRAWS).astype(np.float64)
+    return np.random.default_rng(0).multinomial(prompts, even, size=DRAWS).astype(np.float64)
 
 
 def _interval(mean: float, drawn: npt.NDArray[np.float64], generations: int) -> Interval:

@@ -90,6 +90,11 @@ class DistillOutcome:
     notes: tuple[str, ...] = ()
     attempts: tuple[Attempt, ...] = ()
 
+    @property
+    def promoted(self) -> str | None:
+        """The id of the adapter, if this run has put it into use."""
+        return self.manifest.id if self.manifest is not None and self.manifest.status == "promoted" else None
+
 
 def distill(
     log: Path | None,
@@ -135,6 +140,7 @@ def distill(
             "target answer prompts with --prompts, or learn from the log"
         )
     sets, resumed = Sets([], [], [], []), False
+    run: _Run | None = None
     # Without an adapter in use, "parent" equals "zero", so rivals with the other start are left out.
     recipes = [recipe, *(r for r in rivals if in_use is not None or r.start == recipe.start)]
     try:
@@ -142,18 +148,17 @@ def distill(
         if kept is not None and not resumed:
             kept.mark()
         replays = KeptReplays(kept if processes.count() == 1 else None)
+        run = _Run(students, store, base, in_use, sets, replays, should_stop)
         own = processes.in_all(partial(_own, students, rehearsal, recipe, on_progress, should_stop), Stopped)
-        attempts, stopped = _attempts(
-            students, store, in_use, sets, own, recipes, on_progress, should_stop, kept, replays, clock
-        )
+        attempts, stopped = run.attempts(recipes, own, kept, on_progress, clock)
     except Stopped:
         attempts, stopped = [], True
     manifest, verdict = None, None
     best = max(attempts, key=lambda a: a.fit.acceptance, default=Attempt(recipe, Fit(None, 0.0, 0, 0, 0.0, stopped)))
     result = replace(best.fit, seconds=sum(a.fit.seconds for a in attempts), stopped=stopped)
-    if result.best is not None and processes.first():
-        figures, result = _figures(students, store, in_use, sets, best.recipe, result, should_stop, replays)
-        manifest = _publish(students, store, base, result, figures, sets, best.recipe, in_use, promotion)
+    if run is not None and result.best is not None and processes.first():
+        figures, result = run.figures(best.recipe, result)
+        manifest = run.publish(best.recipe, result, figures, promotion)
         if figures is not None:
             verdict = judge(*figures, streak=_streak(store, manifest))
         manifest = _settle(store, manifest, verdict, promotion, current)
@@ -221,138 +226,123 @@ def _own(
     return rehearsal.texts(students.draft, should_stop or (lambda: False), tell)
 
 
-def _attempts(
-    students: Students,
-    store: AdapterStore,
-    in_use: Manifest | None,
-    sets: Sets,
-    own: list[Example],
-    recipes: Sequence[Recipe],
-    on_progress: Callable[[Progress], None] | None,
-    should_stop: Callable[[], bool] | None,
-    kept: TrainingState | None,
-    replays: KeptReplays,
-    clock: Callable[[], float],
-) -> tuple[list[Attempt], bool]:
-    """Train by each recipe, one after the other. Also returns whether this was stopped early. Raises Stopped before the
-    first one."""
-    attempts: list[Attempt] = []
-    with students.in_use(_folder(store, in_use), recipes[0]) as student:
-        before = partial(replays.replay, f"{IN_USE}, validation", student)
-        in_use_acceptance = _shared_acceptance(before, sets.validation, should_stop)
-    for tried in recipes:
-        with students.trainable(_parent(students, store, in_use, tried), tried) as student:
+@dataclass(frozen=True)
+class _Run:
+    """What the steps of a run share: who learns from what, the adapter ``in_use`` in the ``store`` (None for the plain
+    draft), and the replays that an interrupted run has left."""
 
-            def evaluate(step: int, student: Student = student) -> float:
-                replay = partial(replays.replay, f"step {step}, validation", student)
-                return _shared_acceptance(replay, sets.validation, should_stop)
+    students: Students
+    store: AdapterStore
+    base: BaseDraft
+    in_use: Manifest | None
+    sets: Sets
+    replays: KeptReplays
+    should_stop: Callable[[], bool] | None
 
-            found = fit(student, sets.train, evaluate, tried, on_progress, should_stop, kept, own, clock)
-        worse = found.acceptance < in_use_acceptance - VALIDATION_SLACK
-        attempts.append(Attempt(tried, replace(found, best=None) if worse else found))
-        if found.stopped:
-            return attempts, True
-    return attempts, False
+    def attempts(
+        self,
+        recipes: Sequence[Recipe],
+        own: list[Example],
+        kept: TrainingState | None,
+        on_progress: Callable[[Progress], None] | None,
+        clock: Callable[[], float],
+    ) -> tuple[list[Attempt], bool]:
+        """Train by each recipe, one after the other. Also returns whether this was stopped early. Raises Stopped before
+        the first one."""
+        attempts: list[Attempt] = []
+        with self.students.in_use(self._folder, recipes[0]) as student:
+            in_use_acceptance = self._acceptance(IN_USE, student)
+        for tried in recipes:
+            with self.students.trainable(self._parent(tried), tried) as student:
 
+                def evaluate(step: int, student: Student = student) -> float:
+                    return self._acceptance(f"step {step}", student)
 
-def _folder(store: AdapterStore, in_use: Manifest | None) -> Path | None:
-    return None if in_use is None else store.path(in_use.id)
+                found = fit(student, self.sets.train, evaluate, tried, on_progress, self.should_stop, kept, own, clock)
+            worse = found.acceptance < in_use_acceptance - VALIDATION_SLACK
+            attempts.append(Attempt(tried, replace(found, best=None) if worse else found))
+            if found.stopped:
+                return attempts, True
+        return attempts, False
 
+    def _acceptance(self, name: str, student: Student) -> float:
+        """Acceptance on the validation set, of which every process replays a part. Raises Stopped in all if it is
+        raised in one."""
+        replays: list[Replay] = []
+        stopped = False
+        try:
+            part = processes.share(self.sets.validation)
+            replays = self.replays.replay(f"{name}, validation", student, part, self.should_stop)
+        except Stopped:
+            stopped = True
+        accepted = sum(r.rate * r.positions for r in replays)
+        drafted = sum(r.positions for r in replays)
+        accepted, positions, anyone_stopped = processes.total([accepted, drafted, stopped])
+        if anyone_stopped:
+            raise Stopped
+        return accepted / positions
 
-def _parent(students: Students, store: AdapterStore, in_use: Manifest | None, recipe: Recipe) -> Path | None:
-    """The folder that training continues from. A head always continues the one in use, since it takes long to train."""
-    return _folder(store, in_use) if recipe.start == "parent" or students.kind == "head" else None
+    def figures(self, recipe: Recipe, result: Fit) -> tuple[tuple[HeldOut, HeldOut | None] | None, Fit]:
+        """Figures of the gate's recent and older set, or None and a result with ``stopped`` set."""
+        assert result.best is not None
+        if result.stopped:
+            return None, result
+        gate = self.sets.gate
+        try:
+            with self.students.in_use(self._folder, recipe) as student:
+                before = self.replays.replay(f"{IN_USE}, gate", student, gate, self.should_stop)
+            with self.students.trainable(self._parent(recipe), recipe) as student:
+                student.restore(result.best)
+                after = self.replays.replay(f"step {result.best_step}, gate", student, gate, self.should_stop)
+        except Stopped:
+            return None, replace(result, stopped=True)
+        recent, length = len(self.sets.recent), recipe.draft_length
+        older = held_out(before[recent:], after[recent:], length) if before[recent:] else None
+        return (held_out(before[:recent], after[:recent], length), older), result
 
+    def publish(
+        self, recipe: Recipe, result: Fit, figures: tuple[HeldOut, HeldOut | None] | None, promotion: Promotion
+    ) -> Manifest:
+        """Publish the best weights as a candidate in the store."""
+        state, train = result.best, self.sets.train
+        assert state is not None
+        reason = "kept as a candidate, as asked" if promotion == "never" else NOT_JUDGED
+        ids = [e.id for e in train if e.id > 0]
+        parent = self._parent(recipe)
+        new = NewAdapter(
+            base=self.base,
+            trained_on=TrainedOn(
+                first_id=min(ids, default=None),
+                last_id=max(ids, default=None),
+                generations=len(train),
+                tokens=sum(len(e.output) for e in train),
+                domains=domains(train),
+            ),
+            kind=self.students.kind,
+            parent=self.in_use.id if self.in_use and parent else None,
+            hyperparameters={
+                **recipe.to_json(),
+                "steps": result.steps,
+                "best_step": result.best_step,
+                **self.students.notes(state, self.sets.gate),
+            },
+            train_seconds=result.seconds,
+            device=str(self.students.device),
+            recent=figures[0] if figures else None,
+            older=figures[1] if figures else None,
+            reason=reason if figures else f"stopped at step {result.steps}, not judged",
+        )
+        with self.students.trainable(parent, recipe) as student:
+            return self.store.publish(lambda folder: student.write(state, folder), new)
 
-def _shared_acceptance(
-    replay: Callable[[Sequence[Example], Callable[[], bool] | None], list[Replay]],
-    sets: Sequence[Example],
-    should_stop: Callable[[], bool] | None,
-) -> float:
-    """Acceptance on ``sets``, of which every process replays a part. Raises Stopped in all if it is raised in one."""
-    replays: list[Replay] = []
-    stopped = False
-    try:
-        replays = replay(processes.share(sets), should_stop)
-    except Stopped:
-        stopped = True
-    accepted = sum(r.rate * r.positions for r in replays)
-    drafted = sum(r.positions for r in replays)
-    accepted, positions, anyone_stopped = processes.total([accepted, drafted, stopped])
-    if anyone_stopped:
-        raise Stopped
-    return accepted / positions
+    @property
+    def _folder(self) -> Path | None:
+        return None if self.in_use is None else self.store.path(self.in_use.id)
 
-
-def _figures(
-    students: Students,
-    store: AdapterStore,
-    in_use: Manifest | None,
-    sets: Sets,
-    recipe: Recipe,
-    result: Fit,
-    should_stop: Callable[[], bool] | None,
-    replays: KeptReplays,
-) -> tuple[tuple[HeldOut, HeldOut | None] | None, Fit]:
-    """Figures of the gate's recent and older set, or None and a result with ``stopped`` set."""
-    assert result.best is not None
-    if result.stopped:
-        return None, result
-    try:
-        with students.in_use(_folder(store, in_use), recipe) as student:
-            before = replays.replay(f"{IN_USE}, gate", student, sets.gate, should_stop)
-        with students.trainable(_parent(students, store, in_use, recipe), recipe) as student:
-            student.restore(result.best)
-            after = replays.replay(f"step {result.best_step}, gate", student, sets.gate, should_stop)
-    except Stopped:
-        return None, replace(result, stopped=True)
-    recent, length = len(sets.recent), recipe.draft_length
-    older = held_out(before[recent:], after[recent:], length) if before[recent:] else None
-    return (held_out(before[:recent], after[:recent], length), older), result
-
-
-def _publish(
-    students: Students,
-    store: AdapterStore,
-    base: BaseDraft,
-    result: Fit,
-    figures: tuple[HeldOut, HeldOut | None] | None,
-    sets: Sets,
-    recipe: Recipe,
-    in_use: Manifest | None,
-    promotion: Promotion,
-) -> Manifest:
-    """Publish the best weights as a candidate in the store."""
-    state = result.best
-    assert state is not None
-    reason = "kept as a candidate, as asked" if promotion == "never" else NOT_JUDGED
-    ids = [e.id for e in sets.train if e.id > 0]
-    parent = _parent(students, store, in_use, recipe)
-    new = NewAdapter(
-        base=base,
-        trained_on=TrainedOn(
-            first_id=min(ids, default=None),
-            last_id=max(ids, default=None),
-            generations=len(sets.train),
-            tokens=sum(len(e.output) for e in sets.train),
-            domains=domains(sets.train),
-        ),
-        kind=students.kind,
-        parent=in_use.id if in_use and parent else None,
-        hyperparameters={
-            **recipe.to_json(),
-            "steps": result.steps,
-            "best_step": result.best_step,
-            **students.notes(state, sets.gate),
-        },
-        train_seconds=result.seconds,
-        device=str(students.device),
-        recent=figures[0] if figures else None,
-        older=figures[1] if figures else None,
-        reason=reason if figures else f"stopped at step {result.steps}, not judged",
-    )
-    with students.trainable(parent, recipe) as student:
-        return store.publish(lambda folder: student.write(state, folder), new)
+    def _parent(self, recipe: Recipe) -> Path | None:
+        """The folder that training continues from. A head always continues the one in use, since it takes long to
+        train."""
+        return self._folder if recipe.start == "parent" or self.students.kind == "head" else None
 
 
 def _streak(store: AdapterStore, candidate: Manifest) -> int:

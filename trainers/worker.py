@@ -268,7 +268,7 @@ def _ended(brake: Brake, outcome: DistillOutcome | None) -> Report:
         share=1.0,
         adapter=manifest.id if manifest else None,
         until=outcome.until,
-        promoted=manifest is not None and manifest.status == "promoted",
+        promoted=outcome.promoted is not None,
     )
 
 

@@ -28,7 +28,7 @@ from adaptive.control.confidence import Calibration
 from adaptive.control.continuation import Continuation, Discounted, Ways
 from adaptive.control.costs import SPEED_STEP, CostModel, Steps
 from adaptive.control.looking import Looking, Looks
-from adaptive.control.policy import Adviser, Beside, Lead, Scope
+from adaptive.control.policy import Adviser, Lead, Scope, SharedLength
 from adaptive.control.prices import best_length, pays, prices
 from adaptive.control.stopping import Stopping
 from adaptive.control.tries import BUDGET, DEBT, FEW_WAITING, SHARE, tokens_left
@@ -166,7 +166,7 @@ class Known(Protocol):
     answer_tokens: float
 
 
-class GoodputBeside(Beside):
+class SharedGoodput(SharedLength):
     """Maximises the expected tokens per second of all answers that share the passes."""
 
     def __init__(self, known: Known, scope: Scope) -> None:
@@ -189,16 +189,16 @@ class GoodputBeside(Beside):
 
     @property
     def steps(self) -> int:
-        """See ``Beside``."""
+        """See ``SharedLength``."""
         return len(self._stopping.bins_of())
 
     def next_length(self, limit: int, answers: int, waiting: int = 0) -> int:
-        """See ``Beside``."""
+        """See ``SharedLength``."""
         self._length = self._next_length(limit, answers, waiting)
         return self._length
 
     def reads(self) -> None:
-        """See ``Beside``. The seconds of reading are not those of a draft that came too late."""
+        """See ``SharedLength``. The seconds of reading are not those of a draft that came too late."""
         self._length = 0
 
     def _next_length(self, limit: int, answers: int, waiting: int) -> int:
@@ -234,7 +234,7 @@ class GoodputBeside(Beside):
     def _worth_catching_up(self, waiting: int) -> bool:
         """Whether the rest of the answer will save the time in which the draft reads the ``waiting`` tokens."""
         tokens, seconds = self._round
-        left = tokens_left(self._limit, self._known.answer_tokens, self.said)
+        left = tokens_left(self._limit, self._known.answer_tokens, self.decoded)
         return left * (self._verify[0] - seconds / tokens) > self._known.costs.draft(0, waiting)
 
     def _decide(self, answers: int) -> None:
@@ -279,7 +279,7 @@ class GoodputBeside(Beside):
         return max(1.0, tokens / plain_rounds) / self._verify[0]
 
     def observe(self, outcome: Round) -> None:
-        """See ``Beside``. Nothing is learned about the costs of lone rounds."""
+        """See ``SharedLength``. Nothing is learned about the costs of lone rounds."""
         known = self._known
         if outcome.drafted:  # at once, because an answer may end after any round
             self._acceptance.observe([outcome])
@@ -301,7 +301,7 @@ class GoodputBeside(Beside):
         return outcome.draft_s if self._length and not self._known.attentive and asked(outcome) else 0.0
 
 
-class BesideWithHistory(GoodputBeside):
+class SharedWithHistory(SharedGoodput):
     """The same if there is history to draft from."""
 
     def __init__(
@@ -327,15 +327,15 @@ class BesideWithHistory(GoodputBeside):
         return self._continuation.rate(found, 1.0, self._ways) / self._verify[0]
 
     def worth_looking(self, behind: bool = False) -> bool:
-        """See ``LengthPolicy``."""
+        """See ``GraftingPolicy``."""
         return not behind and self._looking.due(self._passed_s)
 
     def look_took(self, seconds: float, behind: bool = False) -> None:
-        """See ``LengthPolicy``."""
+        """See ``GraftingPolicy``."""
         self._looking.looked(seconds, self._passed_s)
 
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
-        """See ``LengthPolicy``."""
+        """See ``GraftingPolicy``."""
         verify = self._verify
         self._found = pays(reach, verify)
         if not self._found:
@@ -350,12 +350,12 @@ class BesideWithHistory(GoodputBeside):
         return Lead(most, 0) if most else Lead(0, length)
 
     def observe(self, outcome: Round) -> None:
-        """See ``Beside``."""
+        """See ``SharedLength``."""
         self._went_on(outcome, self._draft_s(outcome))
         super().observe(outcome)
 
     def observe_free(self, outcome: Round) -> None:
-        """See ``Beside``."""
+        """See ``SharedLength``."""
         self._went_on(outcome, 0.0)
 
     def _went_on(self, outcome: Round, draft_s: float) -> None:

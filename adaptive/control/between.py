@@ -55,9 +55,9 @@ class Elapsed:
         self._seconds, self._tokens = 0.0, 0
         self._between, self._between_s, self._between_tokens = 0, 0.0, 0
 
-    def begin(self, said: int = 0) -> None:
-        """Start an answer of which ``said`` tokens are there; its first question ends no time between rounds."""
-        self._asked, self.tokens, self._tokens = None, said, said
+    def begin(self, decoded: int = 0) -> None:
+        """Start an answer of which ``decoded`` tokens are there; its first question ends no time between rounds."""
+        self._asked, self.tokens, self._tokens = None, decoded, decoded
 
     def ask(self, now: float) -> None:
         """Note a question at the time ``now``, in seconds."""

@@ -29,14 +29,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from adaptive.control.acceptance import Acceptance
-from adaptive.control.among import Draftings, GoodputBeside, JointCosts
+from adaptive.control.among import Draftings, JointCosts, SharedGoodput
 from adaptive.control.batches import LONGEST_BATCH, BatchSize
 from adaptive.control.between import Elapsed
 from adaptive.control.blocks import BLOCK_SHARE, Blocks
 from adaptive.control.confidence import Calibration
 from adaptive.control.costs import LONGEST, CostModel, CostTable, Timed
 from adaptive.control.exploring import Exploring
-from adaptive.control.policy import Advice, Adviser, Beside, LengthPolicy, Scope
+from adaptive.control.policy import Adviser, LengthPolicy, Scope, SharedLength
 from adaptive.control.prices import best_fixed, prices
 from adaptive.control.rate import RecentRate, SeenTimes
 from adaptive.control.stopping import Stopping
@@ -79,8 +79,9 @@ class GoodputLength(LengthPolicy):
         clock: Callable[[], float] = time.perf_counter,
         watch: LoadWatch | None = None,
     ) -> None:
-        """``watch`` detects whether other programs use the machine; the costs of the busy machine are kept separately.
-        ``clock`` may stand still while other programs have the processor."""
+        """``attentive``: whether the draft's confidence is available, so that it ends drafts. ``watch`` detects whether
+        other programs use the machine; the costs of the busy machine are kept separately. ``clock`` gives the seconds
+        of the observed rounds; it may stand still while other programs have the processor."""
         self.costs = CostModel(costs)
         self.acceptance = acceptance or Acceptance()
         self.calibration = calibration or Calibration()
@@ -111,7 +112,7 @@ class GoodputLength(LengthPolicy):
         self._decide(0, 0)
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
-        """The most tokens to draft; ``advise`` may end the draft earlier if the policy is attentive."""
+        """The most tokens to draft; the ``adviser`` may end the draft earlier."""
         self.length = self._next_length(limit, waiting, context)
         return self.length
 
@@ -160,7 +161,7 @@ class GoodputLength(LengthPolicy):
         return over >= self.costs.draft(0, waiting) / (BLOCK_SHARE * self.plain_s)
 
     def _decide(self, context: int, waiting: int) -> None:
-        """Decide from the current estimates whether to draft in the coming rounds, and the thresholds of ``advise``."""
+        """Decide from the current estimates whether to draft in the coming rounds, and the adviser's thresholds."""
         costs, self.context = self.costs, context
         costs.at(context)
         self.plain_s = costs.round(0)
@@ -206,9 +207,9 @@ class GoodputLength(LengthPolicy):
         """Tokens per second at which the tokens of a draft would be produced otherwise."""
         return max(1 / self.plain_s, self.speculative)
 
-    def _worth(self, likely: float, said: int) -> float:
-        """The value of a try in plain rounds: the time in which its tokens would be produced otherwise. It committed
-        ``said`` tokens; ``likely`` were expected, given the draft's confidence."""
+    def _worth(self, likely: float, committed: int) -> float:
+        """The value of a try in plain rounds: the time in which its tokens would be produced otherwise. It brought
+        ``committed`` tokens; ``likely`` were expected, given the draft's confidence."""
         return likely
 
     def _most_budget(self) -> float:
@@ -257,10 +258,6 @@ class GoodputLength(LengthPolicy):
         """The expected number of tokens until the answer ends."""
         return tokens_left(limit, self.answer_tokens, self.elapsed.tokens)
 
-    def advise(self, position: int, confidence: float) -> Advice:
-        """Drop a token whose verification is not worth its time; continue while a further token is."""
-        return self.stopping(position, confidence)
-
     @property
     def expected_speed_up(self) -> float | None:
         """From the recent rate of speculation and the costs, of shared rounds while answers share them; None before
@@ -271,12 +268,17 @@ class GoodputLength(LengthPolicy):
 
     @property
     def adviser(self) -> Adviser | None:
-        """The thresholds, if the policy is attentive."""
+        """The thresholds, if the policy is attentive: they drop a token whose verification is not worth its time, and
+        continue while a further token is."""
         return self.stopping if self.attentive else None
 
-    def observe(self, outcome: Round, apart: bool = False) -> None:
-        """Keep a finished round. Rounds are learned from in batches; a try at once; those on trial together. A round
-        ``apart`` teaches only costs and confidence: it is of another kind than the rounds being decided about."""
+    def observe(self, outcome: Round) -> None:
+        """Keep a finished round. Rounds are learned from in batches; a try at once; those on trial together."""
+        self._keep(outcome)
+
+    def _keep(self, outcome: Round, apart: bool = False) -> None:
+        """A round ``apart`` teaches only costs and confidence: it is of another kind than the rounds being decided
+        about."""
         bins = self._bins()
         steps = len(bins) if self.attentive else outcome.first or outcome.drafted
         # A draft on another machine may come too late, or refuse. The wait is a price of drafting, and shows nothing of
@@ -418,9 +420,9 @@ class GoodputLength(LengthPolicy):
         """Costs of the machine without other programs, as far as they are known."""
         return self.costs if not self.busy or self._other is None else self._other[0]
 
-    def among(self, scope: Scope) -> Beside:
+    def among(self, scope: Scope) -> SharedLength:
         """A chooser with the same costs and acceptance; see ``among.py``."""
-        return GoodputBeside(self, scope)
+        return SharedGoodput(self, scope)
 
     def shared(self, rows: int, seconds: float) -> None:
         """Learn from a pass shared by several answers. It shows nothing about the time of a lone round."""
@@ -431,16 +433,16 @@ class GoodputLength(LengthPolicy):
         """The same for the drafts of several answers."""
         self.joint.drafted(self.costs, answers, tokens, seconds)
 
-    def begin(self, scope: Scope, said: int = 0) -> None:
+    def begin(self, scope: Scope, decoded: int = 0) -> None:
         """Start an answer, or go on with one; estimates of a new session or temperature start from the general
         ones."""
         self.settle()
         self.decided, self.age = False, 0
         self.acceptance.begin(scope.session, scope.drafter, scope.temperature)
-        if not said:
+        if not decoded:
             self.tries.answer()
         self.blocks.answer()
-        self.elapsed.begin(said)
+        self.elapsed.begin(decoded)
         if self.watch is not None and self.watch.look(0.0):
             self.machine(self.watch.busy)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from adaptive.control.policy import Beside, Lead, LengthPolicy, Scope
+from adaptive.control.policy import Lead, LengthPolicy, Scope, SharedLength
 from adaptive.types import Round
 
 # Numbers of nodes to choose from. Larger trees bring hardly more accepted tokens, and their arithmetic becomes visible
@@ -129,9 +129,9 @@ class NodesByCost(LengthPolicy):
         plain = self._rate(0)
         return self._rate(self._best()) / plain if plain else None
 
-    def among(self, scope: Scope) -> Beside:
+    def among(self, scope: Scope) -> SharedLength:
         """A chooser that uses the number that is best alone."""
-        return _NodesBeside(self)
+        return _SharedNodes(self)
 
     def swapped(self, expected: Sequence[float] | None = None) -> None:
         """Reduce the acceptance learned of the old draft to the weight of a few rounds."""
@@ -141,7 +141,7 @@ class NodesByCost(LengthPolicy):
             self.accepted = [a * COMMON / total for a in self.accepted]
 
 
-class _NodesBeside(Beside):
+class _SharedNodes(SharedLength):
     """The same if several answers share a pass. Of such rounds only the accepted tokens are learned."""
 
     def __init__(self, policy: NodesByCost) -> None:

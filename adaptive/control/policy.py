@@ -1,7 +1,7 @@
 """The interface of a draft-length policy, and the simplest policy.
 
 The decoding loop calls ``next_length`` before a round and reports the round to ``observe``. In between, the drafter
-calls ``advise`` at every drafted position if the policy is ``attentive``. ``GraftingPolicy`` has the decisions about
+calls the policy's ``adviser``, if it has one, at every drafted position. ``GraftingPolicy`` has the decisions about
 proposals of earlier text. Front ends call ``begin`` when an answer starts and ``swapped`` when the draft was replaced.
 """
 
@@ -55,7 +55,8 @@ class Lead(NamedTuple):
     model: int
 
 
-# Called with a position (from 1) and the largest probability of the distribution there.
+# Called with a position (from 1) and the largest probability of the draft's distribution there. The result must not
+# depend on the token that will be drawn from that distribution (see drafting/protocol.py).
 Adviser: TypeAlias = Callable[[int, float], Advice]
 
 
@@ -68,7 +69,8 @@ class GraftingPolicy:
 
     @property
     def adviser(self) -> Adviser | None:
-        """The function that the drafter calls at every position; None for none."""
+        """The function that the drafter calls at every position, which requires one probability per token from it. None
+        for none: the drafter then computes no such probability."""
         return None
 
     def worth_looking(self, behind: bool = False) -> bool:
@@ -118,16 +120,16 @@ class GraftingPolicy:
         """Learn from a finished round whose proposal took no forward of the draft (``FREE`` drafters)."""
 
 
-class Beside(GraftingPolicy):
+class SharedLength(GraftingPolicy):
     """Chooses how many tokens one answer drafts in rounds that it shares with others: one pass of the target verifies
     the proposals of all. This base class drafts nothing.
 
     ``expected`` is the tokens per second that this answer gets from such rounds; 0 if there is no forecast. The caller
-    keeps ``said``, the answer's tokens so far, up to date.
+    keeps ``decoded``, the answer's tokens so far, up to date.
     """
 
     expected: float = 0.0
-    said: int = 0
+    decoded: int = 0
 
     @property
     def steps(self) -> int:
@@ -149,15 +151,13 @@ class Beside(GraftingPolicy):
 class LengthPolicy(GraftingPolicy, ABC):
     """Chooses how many tokens the next round drafts. One policy serves a pair, over all sessions.
 
-    ``attentive`` policies are asked at every position, which requires one probability per token from the drafter; other
-    policies never make the drafter compute one. ``expected`` is the tokens per second that the policy expects of the
-    round it has just chosen; 0 if it makes no forecast. The chosen length holds for ``steady`` rounds: the caller need
-    not ask again before the later ones and may report them together. ``tree``: the drafts are trees, and lengths are
-    numbers of nodes. ``clock`` gives the seconds of the observed rounds.
+    ``expected`` is the tokens per second that the policy expects of the round it has just chosen; 0 if it makes no
+    forecast. The chosen length holds for ``steady`` rounds: the caller need not ask again before the later ones and may
+    report them together. ``tree``: the drafts are trees, and lengths are numbers of nodes. ``clock`` gives the seconds
+    of the observed rounds.
     """
 
     name: str
-    attentive: bool = False
     expected: float = 0.0
     steady: int = 1
     tree: bool = False
@@ -170,14 +170,6 @@ class LengthPolicy(GraftingPolicy, ABC):
         last one, which it is always fed; ``context`` is the number of all committed tokens.
         """
 
-    def advise(self, position: int, confidence: float) -> Advice:
-        """Whether to propose a token at ``position`` (from 1) and whether to continue after it.
-
-        ``confidence`` is the largest probability of the draft's distribution there. The result must not depend on the
-        token that will be drawn from that distribution (see drafting/protocol.py).
-        """
-        return Advice.MORE
-
     @property
     def expected_speed_up(self) -> float | None:
         """Expected tokens per second of drafting with the current decisions, relative to plain decoding; None if
@@ -189,18 +181,13 @@ class LengthPolicy(GraftingPolicy, ABC):
         """The same for recent rounds as they were, by any drafter."""
         return self.expected_speed_up
 
-    @property
-    def adviser(self) -> Adviser | None:
-        """The function that the drafter calls at every position; None for none."""
-        return self.advise if self.attentive else None
-
     @abstractmethod
     def observe(self, outcome: Round) -> None:
         """Learn from a finished round of the model, or a plain one."""
 
-    def among(self, scope: Scope) -> Beside:
+    def among(self, scope: Scope) -> SharedLength:
         """A chooser for an answer of this scope, in the rounds that it shares with others."""
-        return Beside()
+        return SharedLength()
 
     def shared(self, rows: int, seconds: float) -> None:
         """Take in the seconds of a pass over ``rows`` tokens of several answers' rounds."""
@@ -208,8 +195,8 @@ class LengthPolicy(GraftingPolicy, ABC):
     def drafted(self, answers: int, tokens: int, seconds: float) -> None:
         """Take in the seconds of the drafts of ``answers`` answers, of ``tokens`` in all, with dropped ones."""
 
-    def begin(self, scope: Scope, said: int = 0) -> None:
-        """Start an answer, or go on with one of which ``said`` tokens were decoded beside others."""
+    def begin(self, scope: Scope, decoded: int = 0) -> None:
+        """Start an answer, or go on with one of which ``decoded`` tokens are there, from rounds shared with others."""
 
     def ended(self, tokens: int) -> None:
         """Take in the length of an answer that has ended, in ``tokens``."""
@@ -253,12 +240,12 @@ class FixedLength(LengthPolicy):
         expected = self.accepted if length else 0.0  # the model cannot draft
         return Lead(most, 0) if sum(reach[:most]) > expected else Lead(0, length)
 
-    def among(self, scope: Scope) -> Beside:
+    def among(self, scope: Scope) -> SharedLength:
         """A chooser with the same length."""
-        return FixedBeside(self)
+        return SharedFixedLength(self)
 
 
-class FixedBeside(Beside):
+class SharedFixedLength(SharedLength):
     """The same draft length, however many answers share the pass."""
 
     def __init__(self, policy: FixedLength) -> None:

@@ -32,12 +32,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adaptive.control.among import BesideWithHistory
+from adaptive.control.among import SharedWithHistory
 from adaptive.control.continuation import KEEP, Continuation
 from adaptive.control.costs import LONGEST, Timed
 from adaptive.control.goodput import RATE_WEIGHT, GoodputLength
 from adaptive.control.looking import Looking, Looks
-from adaptive.control.policy import Adviser, Beside, Lead, Scope
+from adaptive.control.policy import Adviser, Lead, Scope, SharedLength
 from adaptive.control.prices import Terms, best_front, best_length, best_tail, pays
 from adaptive.control.stopping import Stopping
 from adaptive.control.tries import BUDGET, FEW_WAITING, Rival
@@ -80,10 +80,8 @@ class GoodputWithHistory(GoodputLength):
         # Rounds that were not reported to ``continuation`` yet, and whether something was found for them.
         self.untold: list[tuple[Timed, bool]] = []
         self.after: bool | None = None  # the same for the last reported round of this answer
-        self.together, self.looks_together = (
-            Continuation(),
-            Looks(),
-        )  # of shared rounds, in plain rounds; of their lookups
+        self.together = Continuation()  # of shared rounds, in plain rounds
+        self.looks_together = Looks()  # of shared rounds
         self.room = 0  # most tokens that the draft could propose at ``next_length``
         # Tokens of recent rounds left to the model: those expected by its confidence, and those accepted.
         self.promised = self.brought = 0.0
@@ -100,9 +98,9 @@ class GoodputWithHistory(GoodputLength):
         self.terms: Terms | None = None
         super().__init__(*args, **kwargs)
 
-    def begin(self, scope: Scope, said: int = 0) -> None:
+    def begin(self, scope: Scope, decoded: int = 0) -> None:
         """See ``LengthPolicy``."""
-        super().begin(scope, said)
+        super().begin(scope, decoded)
         self.after = None
         self.before.soon = self.behind.soon = True
 
@@ -116,25 +114,25 @@ class GoodputWithHistory(GoodputLength):
         return length
 
     def worth_looking(self, behind: bool = False) -> bool:
-        """See ``LengthPolicy``."""
+        """See ``GraftingPolicy``."""
         return (self.behind if behind else self.before).due(self.elapsed.seconds)
 
     def look_took(self, seconds: float, behind: bool = False) -> None:
-        """See ``LengthPolicy``."""
+        """See ``GraftingPolicy``."""
         (self.behind if behind else self.before).looked(seconds, self.elapsed.seconds)
 
     def look_skipped(self) -> None:
-        """See ``LengthPolicy``."""
+        """See ``GraftingPolicy``."""
         self.behind.skipped(self.elapsed.seconds)
 
     def rests(self, drafting: bool) -> int:
-        """See ``LengthPolicy``."""
+        """See ``GraftingPolicy``."""
         now = self.elapsed.seconds
         wait_s = min(self.before.wait(now), self.behind.wait(now) if drafting else math.inf)
         return min(MOST_RESTS, int(wait_s / (self.costs.round(self.best) if drafting else self.plain_s)))
 
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
-        """See ``LengthPolicy``; by the rule above. Call it at most once per round."""
+        """See ``GraftingPolicy``; by the rule above. Call it at most once per round."""
         plan = self.plans[passed] = Plan()
         lead = self._lead(plan, reach, length, limit, singly, passed)
         plan.model = lead.model > 0 and not lead.history
@@ -261,10 +259,10 @@ class GoodputWithHistory(GoodputLength):
     def _rate_ahead(self) -> float:
         return self._rate_behind(False)
 
-    def _worth(self, likely: float, said: int) -> float:
+    def _worth(self, likely: float, committed: int) -> float:
         # Confidence, which is calibrated on all rounds, may be too high in those left to the model.
         promised, brought = self.promised, self.brought
-        self.promised, self.brought = KEEP * promised + likely - 1.0, KEEP * brought + said - 1.0
+        self.promised, self.brought = KEEP * promised + likely - 1.0, KEEP * brought + committed - 1.0
         if self.token_worth is None:  # the same for all rounds of a batch
             self.token_worth = 1.0 / (self._rate_behind(False) * self.plain_s)
         return 1.0 + (likely - 1.0) * (brought + SURE_WEIGHT) / (promised + SURE_WEIGHT) * self.token_worth
@@ -298,7 +296,7 @@ class GoodputWithHistory(GoodputLength):
         return behind
 
     def sure_of_draft(self, drafted: int, agreed: Sequence[float]) -> float:
-        """See ``LengthPolicy``."""
+        """See ``GraftingPolicy``."""
         if not drafted:
             return 1.0
         stopping = self.stopping
@@ -310,12 +308,12 @@ class GoodputWithHistory(GoodputLength):
         return math.prod(max(alone, together) for alone, together in both)
 
     def tail_may_pay(self, drafted: int, sure: float) -> bool:
-        """See ``LengthPolicy``."""
+        """See ``GraftingPolicy``."""
         seconds = self._seconds()
         return drafted < LONGEST and sure > self.rate * (seconds[drafted + 1] - seconds[drafted])
 
     def tail(self, drafted: int, sure: float, reach: Sequence[float], limit: int) -> int:
-        """See ``LengthPolicy``."""
+        """See ``GraftingPolicy``."""
         rate, token_s = self._prices_now()
         most, gain = best_tail(reach[:limit], self._seconds(), rate, token_s, sure, drafted)
         self.behind.found(gain / rate)
@@ -327,7 +325,7 @@ class GoodputWithHistory(GoodputLength):
         if self._bins():
             self.observe(outcome)
             return
-        self._beside(Timed(outcome, 0, 0))
+        self._take_costs(Timed(outcome, 0, 0))
 
     def _bins(self) -> list[int]:
         if not self.attentive or ((plan := self._plan) is not None and not plan.model):
@@ -339,7 +337,8 @@ class GoodputWithHistory(GoodputLength):
         """The plan of the round being observed, if there is one."""
         return self.plans.get(self.elapsed.rounds) if self.plans else None
 
-    def _beside(self, timed: Timed) -> None:
+    def _take_costs(self, timed: Timed) -> None:
+        """Keep a round of which only the costs are to be learned."""
         outcome, tokens = timed.outcome, 1 + timed.outcome.accepted
         self._ended(timed)
         self.elapsed.passed(outcome)
@@ -348,7 +347,7 @@ class GoodputWithHistory(GoodputLength):
         if len(self.seen) + len(self.beyond) >= self.batch.rounds:
             self.settle()
 
-    def observe(self, outcome: Round, apart: bool = False) -> None:
+    def observe(self, outcome: Round) -> None:
         """See ``LengthPolicy``."""
         if outcome.first and (parts := outcome.parts)[0].drafter in FREE:
             bins = [] if self.stopping_behind is None else self.stopping_behind.bins_of()
@@ -356,16 +355,16 @@ class GoodputWithHistory(GoodputLength):
                 self.read.append((bins, outcome.learned))
             steps, fed = len(bins) or parts[1].drafted, parts[0].drafted
             if parts[1].drafter != MODEL:  # a head reads history's tokens one by one
-                self._beside(Timed(outcome, steps + fed, self.waiting))
+                self._take_costs(Timed(outcome, steps + fed, self.waiting))
             else:
-                self._beside(Timed(outcome, steps, self.waiting + fed))
+                self._take_costs(Timed(outcome, steps, self.waiting + fed))
             return
         apart = False
         if (plan := self._plan) is not None and plan.gain is not None:
             steps = len(self._bins()) if self.attentive else outcome.first or outcome.drafted
             if apart := steps > 0:
                 self._tried_instead(Timed(outcome, steps, self.waiting), plan.gain, plan.loss)
-        super().observe(outcome, apart)
+        self._keep(outcome, apart)
 
     def _tried_instead(self, timed: Timed, gain: float, expected: float | None) -> None:
         """Learn from a round of the model in history's place; history's proposal was worth ``gain``. ``expected`` is
@@ -401,9 +400,9 @@ class GoodputWithHistory(GoodputLength):
         untold, self.untold, speed = self.untold, [], self.costs.speed
         self.after = self.continuation.tell(untold, lambda timed: self._believed(timed) / speed, self.after)
 
-    def among(self, scope: Scope) -> Beside:
+    def among(self, scope: Scope) -> SharedLength:
         """See ``GoodputLength``."""
-        return BesideWithHistory(self, scope, self.together, self.looks_together, self.clock)
+        return SharedWithHistory(self, scope, self.together, self.looks_together, self.clock)
 
     def settle(self) -> None:
         """Learn from all rounds observed since the last time."""

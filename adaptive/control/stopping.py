@@ -66,7 +66,7 @@ class Stopping(Thresholds):
         self.drafts[0] = 0
 
     def __call__(self, position: int, confidence: float) -> Advice:
-        """See ``LengthPolicy.advise``."""
+        """See ``Adviser``."""
         b = bin_of(confidence)
         if position == 1:
             self.drafts[0] += 1

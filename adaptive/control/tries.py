@@ -46,10 +46,10 @@ RIVAL_SHARE = 0.003
 RIVAL_ON_TRIAL = 40
 
 
-def tokens_left(limit: int, usual: float, said: int) -> float:
-    """The expected number of tokens until an answer ends that has ``said`` tokens and room for drafts of ``limit``;
+def tokens_left(limit: int, usual: float, decoded: int) -> float:
+    """The expected number of tokens until an answer ends that has ``decoded`` tokens and room for drafts of ``limit``;
     ``usual`` is the mean length of answers."""
-    return min(limit + 1, max(usual - said, usual / 2))
+    return min(limit + 1, max(usual - decoded, usual / 2))
 
 
 class Tries:

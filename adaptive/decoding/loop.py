@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from adaptive.control.policy import Beside, LengthPolicy, Scope
-from adaptive.decoding.round import commit, making, round_of, speculative_round
+from adaptive.control.policy import LengthPolicy, Scope, SharedLength
+from adaptive.decoding.round import commit, proposing, round_of, speculative_round
 from adaptive.decoding.supervision import SupervisionBuffer
 from adaptive.decoding.text import TextStream
 from adaptive.decoding.verifier import Verifier, pass_over
@@ -75,7 +75,7 @@ class Request:
     record: bool = True
 
 
-def _report(policy: LengthPolicy | Beside, outcome: Round) -> None:
+def _report(policy: LengthPolicy | SharedLength, outcome: Round) -> None:
     """Report a finished round to the policy: of the draft or plain, or of a proposer without forwards."""
     if outcome.drafter in FREE:
         policy.observe_free(outcome)
@@ -145,8 +145,8 @@ class Decoding:
         self.grafting = None if history is None else Grafting(drafter, history, policy)
         sampling = request.sampling
         self.scope = scope or Scope("", sampling.temperature, sampling.seeded)
-        self._beside: Beside | None = None  # chooses lengths in shared rounds
-        self._grafting_beside: Grafting | None = None
+        self._shared_length: SharedLength | None = None  # chooses lengths in shared rounds
+        self._shared_grafting: Grafting | None = None
         constraint = verifier.processor.constraint
         self.grammar = None if constraint is None else GrammarDrafter(constraint)
         self.committed = list(request.prompt)
@@ -236,16 +236,16 @@ class Decoding:
         answers. ``speculate``: whether the draft may be used. ``hurried``: others wait for their first token, so the
         draft does not read a long rest of this prompt now. Yields the calls that it wants of the draft."""
         committed = self.committed
-        if self._beside is None:
-            self._beside = self.policy.among(self.scope)
+        if self._shared_length is None:
+            self._shared_length = self.policy.among(self.scope)
             if self.history is not None:
-                self._grafting_beside = Grafting(self.drafter, self.history, self._beside)
-        beside, limit, unseen = self._beside, 0, 0
+                self._shared_grafting = Grafting(self.drafter, self.history, self._shared_length)
+        shared, limit, unseen = self._shared_length, 0, 0
         if speculate and self.drafter is not None:
             limit = self._limit(self.drafter)
             unseen = self.drafter.unseen(len(committed))
-        beside.said = len(committed) - len(self.request.prompt)
-        length = beside.next_length(limit, answers, unseen)
+        shared.decoded = len(committed) - len(self.request.prompt)
+        length = shared.next_length(limit, answers, unseen)
         if length and self.drafter is not None:
             # A draft that lacks much of the text reads one slice now and proposes nothing in this round.
             if unseen > SLICE and not hurried:
@@ -253,13 +253,13 @@ class Decoding:
                 self.drafter.feed(committed, SLICE)
             if unseen > (FEW if hurried else SLICE):
                 length = 0
-                beside.reads()
-        drafter, most = self._who_drafts(length, self._grafting_beside)
+                shared.reads()
+        drafter, most = self._who_drafts(length, self._shared_grafting)
         self._reserve(most)
-        proposal = yield from making(drafter, self.verifier, committed, most, beside.adviser)
+        proposal = yield from proposing(drafter, self.verifier, committed, most, shared.adviser)
         fed = committed[self.target.length :]
         call = ExtendCall(self.target, *pass_over(fed, proposal))
-        steps = beside.steps
+        steps = shared.steps
         if not steps and proposal is not None and proposal.drafter not in FREE:
             steps = len(proposal.tokens)
         return Turn(call, len(fed), len(committed), proposal, drafter, steps)
@@ -277,12 +277,12 @@ class Decoding:
         self._keep(verdict, raw)
         outcome = round_of(turn.proposal, verdict, turn.draft_s, seconds)._replace(shared=others)
         self.rounds.append(outcome)
-        assert self._beside is not None
-        expected = self._beside.expected
+        assert self._shared_length is not None
+        expected = self._shared_length.expected
         self._expected.append((1 + verdict.accepted) / expected if expected else 0.0)
-        if self._grafting_beside is not None and turn.drafter is self._grafting_beside:
-            self._grafting_beside.observe(verdict.tokens)
-        _report(self._beside, outcome)
+        if self._shared_grafting is not None and turn.drafter is self._shared_grafting:
+            self._shared_grafting.observe(verdict.tokens)
+        _report(self._shared_length, outcome)
         self._stretch(len(self.rounds) - 1, ratio)
 
     def end(self) -> None:

@@ -14,7 +14,7 @@ from adaptive.control.policy import Adviser
 from adaptive.decoding.verifier import Verifier
 from adaptive.decoding.verify import Verdict
 from adaptive.drafting.proposal import Proposal
-from adaptive.drafting.protocol import Making, Proposer, made_together
+from adaptive.drafting.protocol import Proposer, Proposing, proposes_with_others
 from adaptive.engines.protocol import Sequence
 from adaptive.types import Round
 
@@ -54,13 +54,13 @@ def propose(
     return _verifiable(drafter.propose(committed, length, advise), verifier, len(committed))
 
 
-def making(
+def proposing(
     drafter: Proposer | None, verifier: Verifier, committed: list[int], length: int, advise: Adviser | None
-) -> Making:
+) -> Proposing:
     """``propose``, in one call with the proposals of other answers if the drafter supports that."""
-    if length <= 0 or not made_together(drafter):
+    if length <= 0 or not proposes_with_others(drafter):
         return propose(drafter, verifier, committed, length, advise)
-    return _verifiable((yield from drafter.making(committed, length, advise)), verifier, len(committed))
+    return _verifiable((yield from drafter.proposing(committed, length, advise)), verifier, len(committed))
 
 
 def _verifiable(proposal: Proposal | None, verifier: Verifier, committed: int) -> Proposal | None:

@@ -13,7 +13,7 @@ from adaptive.control.matches import ANEW_EVERY
 from adaptive.control.policy import Adviser, GraftingPolicy, Lead
 from adaptive.drafting.history import HistoryDrafter
 from adaptive.drafting.proposal import Proposal, grafted
-from adaptive.drafting.protocol import Drafter, GoesOn, Making, made_together
+from adaptive.drafting.protocol import Drafter, GoesOn, Proposing, proposes_with_others
 from adaptive.tokens import as_list
 from adaptive.types import HISTORY, MODEL
 
@@ -70,15 +70,15 @@ class Grafting:
             return self._with_tail(committed, draft)
         return self._with_front(committed)
 
-    def making(self, committed: list[int], length: int, advise: Adviser | None = None) -> Making:
+    def proposing(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposing:
         """``propose``, with the model's draft made in one call with other answers' drafts, unless history comes
         first."""
         lead = self._lead
         if lead.history:
             return self._with_front(committed)
-        if not made_together(self.model):
+        if not proposes_with_others(self.model):
             return self.propose(committed, length, advise)
-        return self._with_tail(committed, (yield from self.model.making(committed, lead.model, advise)))
+        return self._with_tail(committed, (yield from self.model.proposing(committed, lead.model, advise)))
 
     def _with_front(self, committed: list[int]) -> Proposal | None:
         """History's tokens, followed by the model's draft if that was planned."""

@@ -9,7 +9,7 @@ import torch
 
 from adaptive.control.policy import Advice, Adviser
 from adaptive.drafting.proposal import Proposal
-from adaptive.drafting.protocol import Drafter, Making, Wanted
+from adaptive.drafting.protocol import Drafter, Proposing, Wanted
 from adaptive.drafting.queued import Choice, Queued, choice_of, kind_of
 from adaptive.engines.protocol import (
     Chooses,
@@ -134,7 +134,7 @@ class ModelDrafter:
             return self._propose_queued(held, proposed, feed, length, advise)
         return self._propose_by_token(held, proposed, feed, length, advise)
 
-    def making(self, committed: list[int], length: int, advise: Adviser | None = None) -> Making:
+    def proposing(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposing:
         """As ``propose``, in one call with the proposals of others if the engine supports that."""
         if self._fused is None or self._together is None:
             return self.propose(committed, length, advise)

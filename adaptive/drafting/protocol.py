@@ -57,20 +57,20 @@ class Wanted(NamedTuple):
     call: ProposalCall
 
 
-# A proposal in the making: a generator that yields the calls it needs, is sent their results, and returns the proposal.
-Making: TypeAlias = Generator[Wanted, Proposed, Proposal | None]
+# A proposal in progress: a generator that yields the calls it needs, is sent their results, and returns the proposal.
+Proposing: TypeAlias = Generator[Wanted, Proposed, Proposal | None]
 
 
-class MadeTogether(Proposer, Protocol):
+class ProposesWithOthers(Proposer, Protocol):
     """A proposer whose proposals can be made in one call with those of others."""
 
-    def making(self, committed: list[int], length: int, advise: Adviser | None = None) -> Making:
+    def proposing(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposing:
         """As ``propose``."""
 
 
-def made_together(drafter: Proposer | None) -> TypeGuard[MadeTogether]:
+def proposes_with_others(drafter: Proposer | None) -> TypeGuard[ProposesWithOthers]:
     """Whether the proposer is of that kind. It is called in every round, and ``isinstance`` of a protocol is slow."""
-    return hasattr(drafter, "making")
+    return hasattr(drafter, "proposing")
 
 
 @runtime_checkable

@@ -22,7 +22,7 @@ import torch
 from adaptive.control.policy import Adviser
 from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.proposal import Proposal
-from adaptive.drafting.protocol import Making
+from adaptive.drafting.protocol import Proposing
 from adaptive.noise import noise
 from adaptive.sampling import transform_logits
 from adaptive.types import TREE
@@ -46,7 +46,7 @@ class TreeDrafter(ModelDrafter):
         committed since the last proposal."""
         return self._grown(committed, length).proposal()
 
-    def making(self, committed: list[int], length: int, advise: Adviser | None = None) -> Making:
+    def proposing(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposing:
         """As ``propose``; several answers' trees are made one after the other."""
         yield from ()
         return self.propose(committed, length, advise)

@@ -26,7 +26,7 @@ from adaptive.types import SamplingParams
 Floats: TypeAlias = npt.NDArray[np.float32]
 # Called with a position (from 1) and the largest probability there, before anything is drawn; returns the number of an
 # ``Advice`` of control/policy.py.
-Asked: TypeAlias = Callable[[int, float], int]
+Adviser: TypeAlias = Callable[[int, float], int]
 # Called with drafted tokens; returns the address of a mask of the tokens (vocab,) allowed after them, one bit per token
 # in 32-bit words, valid until tokens are committed; 0 if all are allowed.
 Mask: TypeAlias = Callable[[Numbers[int]], int]
@@ -77,7 +77,7 @@ class ProposalCall:
     vocab: int
     sampling: SamplingParams
     uniform: list[float]
-    advise: Thresholds | Asked | None
+    advise: Thresholds | Adviser | None
     mask: Mask | None = None
 
 

@@ -21,7 +21,7 @@ from adaptive.control.policy import LengthPolicy
 from adaptive.decoding.batch import Batch
 from adaptive.decoding.loop import ANSWER_RESERVE
 from adaptive.errors import out_of_memory
-from adaptive.kept import Tensors
+from adaptive.kept_caches import Tensors
 from adaptive.machine import give_memory_back
 from adaptive.opened import OpenedPair
 from adaptive.printable import printable_line

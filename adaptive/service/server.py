@@ -47,7 +47,7 @@ def serve(
     Raises AdaptiveError if another server uses the pair's folder, the port is taken, or the pair cannot be loaded.
     """
     settings = with_key(settings)
-    with only_server(state, settings) as note:
+    with only_server(state) as note:
         listening = listen(settings.host, settings.port)
         with contextlib.closing(listening), background(settings, state) as trainer:
             url = address(settings.host, listening.getsockname()[1])
@@ -165,7 +165,7 @@ def with_key(settings: Settings) -> Settings:
 
 
 @contextlib.contextmanager
-def only_server(state: PairState, settings: Settings) -> Iterator[Callable[[str], None]]:
+def only_server(state: PairState) -> Iterator[Callable[[str], None]]:
     """Hold ``server.lock`` in the pair's folder. Yields a function that writes the address to ``server.json``.
 
     The system frees the lock of a killed server. Raises AdaptiveError, naming the process, if another holds the lock.

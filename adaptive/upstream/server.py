@@ -72,7 +72,7 @@ def learn(
     Raises AdaptiveError where the pair's folder is in use, the port is taken, or the pair's tokenizers differ.
     """
     settings = with_key(settings)
-    with only_server(state, settings) as note:
+    with only_server(state) as note:
         listening = listen(settings.host, settings.port)
         with (
             contextlib.closing(listening),

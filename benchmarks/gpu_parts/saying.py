@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from adaptive.answering import Question
 from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.policy import LengthPolicy
@@ -41,7 +42,7 @@ class Speaker:
         assistant = self.assistant
         assistant.chance, assistant.between_rounds = random.Random(1), between
         stop = StopParams(tokens, ignore_eos=True)
-        for _ in assistant.answer(prompt, (), "", self.sampling, stop, supervise=supervise):
+        for _ in assistant.answer(Question(prompt, (), "", self.sampling, stop, supervise=supervise)):
             pass
         assert assistant.last is not None
         return assistant.last

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from adaptive.engines.checkpoints import crowded
 from adaptive.engines.cpu.kernels import library
+from adaptive.engines.state_checkpoints import crowded
 
 # The longest pass whose tokens can all be rolled back, and the most tokens that are held behind the base. A longer pass
 # is a prompt's. Too low (fewer than a round's tokens): a rejection computes the text again. Too high: memory.

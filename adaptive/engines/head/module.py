@@ -87,9 +87,9 @@ class Head(nn.Module):
         self.reset()
 
     @classmethod
-    def from_target(cls, target: PreTrainedModel, dtype: torch.dtype | None = None) -> Head:
-        """A head on a loaded target. It shares the target's tensors if ``dtype`` is the same."""
-        return cls(parts_of_model(target), dtype)
+    def from_target(cls, target: PreTrainedModel) -> Head:
+        """A head on a loaded target, whose tensors it shares."""
+        return cls(parts_of_model(target))
 
     @classmethod
     def read(cls, folder: Path, parts: Parts, dtype: torch.dtype | None = None) -> Head:

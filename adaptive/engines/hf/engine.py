@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from adaptive.engines.checkpoints import REMEMBER_BEFORE
 from adaptive.engines.cpu import joint as cpu_joint
 from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.forward import FEW, CpuForward, cpu_forward
@@ -44,6 +43,7 @@ from adaptive.engines.protocol import (
     judged,
     no_trees,
 )
+from adaptive.engines.state_checkpoints import REMEMBER_BEFORE
 from adaptive.engines.threads import ThreadChoice
 from adaptive.engines.tree import NO_TREE
 from adaptive.errors import first_line

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from adaptive.engines.checkpoints import crowded
 from adaptive.engines.hf.calls import Call, current_pass
+from adaptive.engines.state_checkpoints import crowded
 
 # The longest pass, in tokens, whose inputs are kept. A longer pass belongs to a prompt and is not rolled back. Too
 # high: the inputs of all layers need more memory than the states. Too low (below the draft length): a rejection

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 
 import torch
 
-from adaptive.engines.checkpoints import REMEMBER_BEFORE
 from adaptive.engines.cpu import joint as cpu_joint
 from adaptive.engines.cpu.forward import CpuForward
 from adaptive.engines.hf import joint as hf_joint
 from adaptive.engines.hf.cache import RollbackCache
 from adaptive.engines.hf.graphs import MOST_TEXTS, SHARED, RecordedPasses
 from adaptive.engines.protocol import ExtendCall, ProposalCall, Proposed, Sequence, distinct, one_after_another
+from adaptive.engines.state_checkpoints import REMEMBER_BEFORE
 from adaptive.engines.tree import NO_TREE
 from adaptive.tokens import Rows, as_tensor, moved
 

@@ -10,7 +10,7 @@ without biases, which reads the states before exactly three layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,11 +63,9 @@ def write_eagle(
     encoding: Encoding,
     name: str,
     adapter: Path | None = None,
-    on_progress: Callable[[float], None] | None = None,
 ) -> None:
     """Write the EAGLE-3 head in ``head``, with an optional LoRA ``adapter`` merged into it, to ``file``, completely or
-    not at all. ``target`` is the target's text config, ``tokenizer`` the target's; for ``on_progress`` see
-    ``write_model``.
+    not at all. ``target`` is the target's text config, ``tokenizer`` the target's.
 
     Raises AdaptiveError for a head of a form that llama.cpp does not compute, for an unsupported tokenizer, or if
     ``file`` cannot be written.
@@ -80,7 +78,7 @@ def write_eagle(
     with written(file, ARCHITECTURE, encoding) as writer:
         _describe(writer, said, taps, name)
         add_tokenizer(writer, tokenizer, said.vocab_size, splitter)
-        write_tensors(writer, lambda: chain(rope_factors(said.layer), _tensors(said, tensors)), encoding, on_progress)
+        write_tensors(writer, lambda: chain(rope_factors(said.layer), _tensors(said, tensors)), encoding)
 
 
 def feeds_no_head(target: PretrainedConfig) -> bool:

@@ -13,7 +13,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from adaptive.engines.checkpoints import REMEMBER_BEFORE, crowded
+from adaptive.engines.state_checkpoints import REMEMBER_BEFORE, crowded
 from adaptive.errors import AdaptiveError
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ Tensors: TypeAlias = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptCache:
     """A cache file, and the tokens whose cache it holds."""
 
     path: Path
@@ -66,8 +66,8 @@ class KeptCaches:
         """At most ``limit`` bytes in ``folder``, and no file that was unused for ``days``."""
         self.folder, self.limit = folder, limit
         self._engine, self._days = engine, days
-        self._kept: list[Kept] = []
-        self._fetched: tuple[Kept, Future[Tensors]] | None = None
+        self._kept: list[KeptCache] = []
+        self._fetched: tuple[KeptCache, Future[Tensors]] | None = None
         folder.mkdir(mode=0o700, exist_ok=True)
         files.sweep(folder)
         self._shrink()
@@ -75,18 +75,18 @@ class KeptCaches:
             try:
                 with _opened(path) as file:
                     if json.loads(file.metadata()["layout"]) == engine.cache_layout:
-                        self._kept.append(Kept(path, file.get_tensor("tokens").tolist()))
+                        self._kept.append(KeptCache(path, file.get_tensor("tokens").tolist()))
             except OSError as error:  # it may be whole, and readable at the next start
                 logger.warning("a kept cache is not used: %s", error)
             except UNREADABLE:
                 path.unlink(missing_ok=True)
 
-    def best(self, prompt: Sequence[int], held: int) -> Kept | None:
+    def best(self, prompt: Sequence[int], held: int) -> KeptCache | None:
         """The file worth reading for a prompt of which ``held`` tokens are in memory; None if there is none."""
         found = max(self._kept, key=lambda one: one.common(prompt), default=None)
         return found if found is not None and found.common(prompt) >= held + LEAST else None
 
-    def fetch(self, kept: Kept) -> Future[Tensors] | None:
+    def fetch(self, kept: KeptCache) -> Future[Tensors] | None:
         """Begin to read a file on a thread of its own, for a later ``read`` of this one. None if there can be no more
         threads: ``read`` then reads it."""
         thread = ThreadPoolExecutor(1, "cache")
@@ -101,7 +101,7 @@ class KeptCaches:
         """Free what was fetched and has not been read."""
         self._fetched = None
 
-    def read(self, kept: Kept, sequence: EngineSequence, length: int) -> bool:
+    def read(self, kept: KeptCache, sequence: EngineSequence, length: int) -> bool:
         """Restore the first ``length`` tokens of a file into a sequence. Returns False if that fails; the sequence is
         then empty, and the file is removed, unless it only cannot be opened now."""
         fetched, self._fetched = self._fetched, None
@@ -144,7 +144,7 @@ class KeptCaches:
         except OSError as error:
             logger.warning("a cache is not kept: %s", str(error).splitlines()[0])
             return instead
-        self._kept = [*(one for one in self._kept if one.path != path), Kept(path, held)]
+        self._kept = [*(one for one in self._kept if one.path != path), KeptCache(path, held)]
         with suppress(OSError):  # out of file descriptors, say; the next one does it
             self._shrink()
         return path
@@ -174,9 +174,9 @@ class KeptCaches:
             old = self._days is not None and time.time() - status.st_mtime > self._days * DAY_S
             if old or total > self.limit:
                 total -= status.st_size
-                self._drop(Kept(path, []))
+                self._drop(KeptCache(path, []))
 
-    def _drop(self, kept: Kept) -> None:
+    def _drop(self, kept: KeptCache) -> None:
         self._kept = [one for one in self._kept if one.path != kept.path]
         kept.path.unlink(missing_ok=True)
 
