@@ -26,6 +26,7 @@ import json
 import os
 import random
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -293,7 +294,8 @@ class Verdict:
     is, by promotion, the speed in the ``SOON`` requests after it over that in the requests of the same kind from there
     to the next promotion: how predictable the text of another kind is, no controller changes. ``soon_best`` is the same
     with the speed over the best fixed length of that time, on the prompts that it answered too: how predictable the
-    texts of so few requests are then matters less.
+    texts of so few requests are then matters less. ``soon_fixed`` is the same of the best fixed length over plain
+    decoding. It has nothing to learn after a promotion, so its distance from 1 is the chance in the other two.
     """
 
     promotions: int
@@ -305,6 +307,7 @@ class Verdict:
     least: float
     soon: tuple[float, ...]
     soon_best: tuple[float, ...]
+    soon_fixed: tuple[float, ...]
 
 
 def judge(asked: Sequence[Asked]) -> Verdict:
@@ -314,7 +317,7 @@ def judge(asked: Sequence[Asked]) -> Verdict:
     fixed = speeds(after)
     best = max((k for k in fixed if k), key=fixed.__getitem__, default=0)
     windows = [asked[i : i + WINDOW] for i in range(max(1, len(asked) - WINDOW + 1))]
-    soon, soon_best = [], []
+    soon, soon_best, soon_fixed = [], [], []
     for begin, end in itertools.pairwise([*changes, len(asked)]):
         alike = [a for a in asked[begin:end] if a.kind == asked[begin].kind]
         if len(alike) >= 2 * SOON:
@@ -324,6 +327,7 @@ def judge(asked: Sequence[Asked]) -> Verdict:
                 of_then = speeds(first + later)
                 of_best = max((k for k in of_then if k), key=of_then.__getitem__)
                 soon_best.append(over(first, of_best) / over(later, of_best))
+                soon_fixed.append(speeds(first)[of_best] / speeds(later)[of_best])
     same = speed([a for a in after if len(a.fixed) > 1] or after)
     return Verdict(
         promotions=len(changes),
@@ -335,6 +339,7 @@ def judge(asked: Sequence[Asked]) -> Verdict:
         least=min(map(speed, windows)),
         soon=tuple(soon),
         soon_best=tuple(soon_best),
+        soon_fixed=tuple(soon_fixed),
     )
 
 
@@ -363,7 +368,8 @@ def useless(options: argparse.Namespace) -> Iterator[None]:
 
 
 def _listed(shares: Sequence[float]) -> str:
-    return ", ".join(f"{share:.2f}" for share in shares) or "none"
+    mean = f", geometric mean {statistics.geometric_mean(shares):.2f}" if len(shares) > 1 else ""
+    return (", ".join(f"{share:.2f}" for share in shares) or "none") + mean
 
 
 def main() -> None:
@@ -416,7 +422,8 @@ def main() -> None:
         f"plain decoding, on the same prompts {verdict.same:.3f} and the best fixed length ({verdict.best_length}) "
         f"{verdict.best:.3f}: {collected}; least over "
         f"{WINDOW} requests {verdict.least:.3f}; in the {SOON} requests after a promotion, of later ones of the kind: "
-        f"{_listed(verdict.soon)} (of plain decoding) and {_listed(verdict.soon_best)} (of the best fixed length)"
+        f"{_listed(verdict.soon)} (of plain decoding) and {_listed(verdict.soon_best)} (of the best fixed length); the "
+        f"best fixed length itself, of plain decoding: {_listed(verdict.soon_fixed)}"
     )
 
 

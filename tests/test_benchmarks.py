@@ -20,6 +20,7 @@ import history
 import joint
 import joint_history
 import limit
+import lived_session
 import llamacpp_exact
 import numpy as np
 import psutil
@@ -255,6 +256,19 @@ def test_fixed_lengths_know_the_log_as_it_was_before_the_sessions_answer(tmp_pat
         archive.read()
         assert archive.tokens > held
         archive.close()
+
+
+def test_a_lived_session_compares_the_requests_after_a_promotion_with_later_ones() -> None:
+    def asked(number: int, seconds: float) -> lived_session.Asked:
+        taken = {None: seconds, 0: 2.0, 3: 1.0}
+        own, plain, fixed = (lived_session.Answer(50, taken[k], 30, 30, 90, 20) for k in (None, 0, 3))
+        return lived_session.Asked(number, "math", 0.0, "0001" if number else None, 0.0, own, {0: plain, 3: fixed})
+
+    slow = range(1, 1 + lived_session.SOON)
+    verdict = lived_session.judge([asked(n, 1.25 if n in slow else 1.0) for n in range(1 + 2 * len(slow))])
+    assert verdict.promotions == 1
+    assert verdict.soon == verdict.soon_best == pytest.approx((0.8,))
+    assert verdict.soon_fixed == pytest.approx((1.0,))
 
 
 @pytest.mark.thorough
