@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional, cast
 
 import typer
 
@@ -44,7 +44,7 @@ class Grouping(StrEnum):
     @property
     def of_rows(self) -> By:
         """How generations are grouped; the table by position uses the grouping by adapter."""
-        return "adapter" if self is Grouping.position else self.value
+        return "adapter" if self is Grouping.position else cast("By", self.value)
 
 
 @shared_options(*PAIR)
