@@ -21,7 +21,7 @@ from adaptive.pair import load_pair, pair_identity
 from adaptive.records.deletion import begun, delete_answers, finish
 from adaptive.records.features import Features, FeatureSpool
 from adaptive.records.log import Log
-from adaptive.records.recover import forget_set_aside, overwrite_and_remove, remove_deleted
+from adaptive.records.overwrite import forget_set_aside, overwrite_and_remove, remove_deleted
 from adaptive.records.retention import BATCH
 from adaptive.records.writer import LogWriter
 from adaptive.settings import load_settings
@@ -166,12 +166,12 @@ def test_a_damaged_note_still_erases_traces_and_is_gone(tmp_path: Path) -> None:
 KILLED_WHILE_OVERWRITING = """
 import os, signal, sys
 from pathlib import Path
-from adaptive.records import recover
+from adaptive.records import overwrite
 class Stops:
     def __index__(self):
         os.kill(os.getpid(), signal.SIGKILL)
-recover.ZEROS = Stops()  # the bytes to overwrite at a time
-recover.overwrite_and_remove(Path(sys.argv[1]))
+overwrite.ZEROS = Stops()  # the bytes to overwrite at a time
+overwrite.overwrite_and_remove(Path(sys.argv[1]))
 """
 
 

@@ -17,11 +17,11 @@ import pytest
 from records_factory import generation, start
 from test_records_durability import locked
 
-from adaptive.records import recover
+from adaptive.records import overwrite
 from adaptive.records.erase import erase_beside
 from adaptive.records.features import LONGEST, Features, FeatureSpool, tokens_hash
 from adaptive.records.log import Log
-from adaptive.records.recover import overwrite_and_remove
+from adaptive.records.overwrite import overwrite_and_remove
 from adaptive.records.retention import Keep
 from adaptive.records.schema import connect
 from adaptive.records.writer import LogWriter, WriterState
@@ -206,13 +206,13 @@ def test_others_can_write_while_the_features_of_deleted_records_are_overwritten(
     spool = filled(path, 5)
     overwritten: list[Path] = []
 
-    def overwrite(file: Path) -> None:
+    def overwrite_it(file: Path) -> None:
         with contextlib.closing(sqlite3.connect(path, timeout=0.1)) as other, other:
             other.execute("UPDATE generations SET domain = 'other'")
         overwrite_and_remove(file)
         overwritten.append(file)
 
-    monkeypatch.setattr(recover, "overwrite_and_remove", overwrite)
+    monkeypatch.setattr(overwrite, "overwrite_and_remove", overwrite_it)
     with contextlib.closing(connect(path)) as connection:
         connection.execute("DELETE FROM generations WHERE id != 3")
         assert spool.sweep(connection) == 4
@@ -225,15 +225,15 @@ def test_others_can_write_while_the_features_of_deleted_records_are_overwritten(
 KILLED_IN_A_SWEEP = """
 import os, signal, sys
 from pathlib import Path
-from adaptive.records import features, recover
+from adaptive.records import features, overwrite
 from adaptive.records.schema import connect
-path, overwrite, done = Path(sys.argv[1]), recover.overwrite_and_remove, []
+path, really, done = Path(sys.argv[1]), overwrite.overwrite_and_remove, []
 def overwrite_two(file):
     if len(done) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    overwrite(file)
+    really(file)
     done.append(file)
-recover.overwrite_and_remove = overwrite_two
+overwrite.overwrite_and_remove = overwrite_two
 features.FeatureSpool(path.parent / "features", 10**9).sweep(connect(path))
 """
 

@@ -23,7 +23,8 @@ from adaptive.records import check as checking
 from adaptive.records import recover
 from adaptive.records.check import Repairs, check, repair
 from adaptive.records.log import Log
-from adaptive.records.recover import forget_set_aside, open_for_writing
+from adaptive.records.overwrite import forget_set_aside
+from adaptive.records.recover import open_for_writing
 from adaptive.records.schema import connect
 from adaptive.records.writer import LogWriter
 from adaptive.types import Generation

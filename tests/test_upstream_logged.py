@@ -16,7 +16,7 @@ import pytest
 from conftest import BUNDLED
 from served_here import on_a_thread
 from test_upstream_proxy import ASK, CHAT, FIRST, TOKENIZER, Make, Stage, logprobs, say, stage
-from upstream_server import CLOSE, STREAM, Heard, chunk, plain, scripted, served, until
+from upstream_server import CLOSE, STREAM, Heard, Script, chunk, plain, scripted, served, until
 
 from adaptive.records.writer import LogWriter
 from adaptive.upstream.logbook import MOST_REASONS, Logbook
@@ -237,17 +237,23 @@ def test_answers_of_other_models_pass_and_are_not_logged(stage: Make) -> None:
     assert len(here.server.asked("/v1/models")) == 1
 
 
+def listing(models: list[dict[str, str]]) -> Script:
+    """A server that lists these models, as they are when it is asked, and answers anything else."""
+
+    def script(heard: Heard, connection: socket.socket) -> None:
+        if heard.path == "/v1/models":
+            connection.sendall(plain(json.dumps({"data": models}).encode(), more=CLOSE))
+        else:
+            say(heard, connection)
+
+    return script
+
+
 def test_a_model_that_a_server_gets_later_is_not_the_target(stage: Make) -> None:
     """LM Studio with a second model that is downloaded later, vLLM with an adapter that is loaded later."""
     listed = [{"id": "first", "owned_by": "llamacpp"}]
 
-    def script(heard: Heard, connection: socket.socket) -> None:
-        if heard.path == "/v1/models":
-            connection.sendall(plain(json.dumps({"data": listed}).encode(), more=CLOSE))
-        else:
-            say(heard, connection)
-
-    here = stage(script, kind="several")
+    here = stage(listing(listed), kind="several")
     for model in ("any", "any", "first"):
         assert httpx.post(here.url + CHAT, json={**ASK, "model": model}, timeout=60).status_code == 200
     assert len(here.server.asked("/v1/models")) == 1
@@ -268,17 +274,11 @@ def test_answers_of_a_model_that_took_the_place_of_the_target_are_not_logged(
     """The server was started again with another model, and answers whatever name a request has."""
     listed = [{"id": "first", "owned_by": "llamacpp"}]
 
-    def script(heard: Heard, connection: socket.socket) -> None:
-        if heard.path == "/v1/models":
-            connection.sendall(plain(json.dumps({"data": listed}).encode(), more=CLOSE))
-        else:
-            say(heard, connection)
-
     def ask(name: str | None) -> None:
         assert httpx.post(here.url + CHAT, json={**ASK, "model": name}, timeout=60).status_code == 200
 
     monkeypatch.setattr("adaptive.upstream.discovery.AGAIN_S", 0.0)
-    here = stage(script, kind="several")
+    here = stage(listing(listed), kind="several")
     ask("first")
     here.logged(1)
     for name, gone in (("second", True), ("first", False)):

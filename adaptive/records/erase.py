@@ -20,7 +20,7 @@ from pathlib import Path
 from adaptive.errors import AdaptiveError
 from adaptive.printable import counted
 from adaptive.records.features import FeatureSpool
-from adaptive.records.recover import overwrite_and_remove, remove_deleted, remove_set_aside, set_aside_logs
+from adaptive.records.overwrite import overwrite_and_remove, remove_deleted, remove_set_aside, set_aside_logs
 from adaptive.records.retention import BATCH
 from adaptive.records.rows import storable
 from adaptive.records.schema import DiskFullError, connect, is_disk_full, transaction

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from adaptive.records.recover import mark_deleted, remove_deleted
+from adaptive.records.overwrite import mark_deleted, remove_deleted
 from adaptive.records.schema import transaction
 from adaptive.state import PairState
 from checkpoints import files

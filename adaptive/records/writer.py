@@ -22,8 +22,9 @@ from types import TracebackType
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.printable import counted
 from adaptive.records.features import Features, FeatureSpool, tokens_hash
+from adaptive.records.overwrite import forget_set_aside
 from adaptive.records.place import Place, abandon
-from adaptive.records.recover import forget_set_aside, open_for_writing, remove_beside, replacing
+from adaptive.records.recover import open_for_writing, remove_beside, replacing
 from adaptive.records.retention import LOOK_S, Keep
 from adaptive.records.rows import continue_ids, insert, last_given_id
 from adaptive.records.schema import DiskFullError, connect, is_damage, transaction, unusable
