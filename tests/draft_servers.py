@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +12,7 @@ from typing import Any
 
 import httpx
 from conftest import BUNDLED
+from forked import start
 from served_here import on_a_thread
 from service_server import Server
 
@@ -30,11 +28,10 @@ class DraftServer(Server):
     def __init__(self, folder: Path, *options: str, port: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.errors = folder / f"stderr-{time.monotonic_ns()}"
-        command = [sys.executable, "-m", "cli.main", "draft-server", "--draft", str(BUNDLED / "draft")]
+        command = ["draft-server", "--draft", str(BUNDLED / "draft")]
         command += ["--port", str(port), "--threads", "1", "--dtype", "float32", "--state-dir", str(folder), *options]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with self.errors.open("wb") as stream:
-            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream, env=environment)
+            self.process = start(*command, stderr=stream)
         self.url = self._wait_for_url()
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import httpx
+from forked import start
 
 # Seconds for a server to be ready on a busy machine; an idle machine takes a tenth. The server may not answer while it
 # imports.
@@ -24,13 +23,11 @@ class Server:
         self.home, self.key = home, key
         home.mkdir(parents=True, exist_ok=True)
         self.errors = (errors or home) / f"stderr-{time.monotonic_ns()}"
-        command = [sys.executable, "-m", "cli.main", "serve", "--state-dir", str(home), "--port", "0"]
+        command = ["serve", "--state-dir", str(home), "--port", "0"]
         command += ["--threads", "1", "--dtype", "float32", "--draft-length", "4", *options]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        if key is not None:
-            environment["ADAPTIVE_API_KEY"] = key
+        variables = {} if key is None else {"ADAPTIVE_API_KEY": key}
         with self.errors.open("wb") as stream:
-            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream, env=environment)
+            self.process = start(*command, stderr=stream, **variables)
         self.url = self._wait_for_url()
         self.health: list[int] = []
 

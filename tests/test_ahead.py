@@ -298,7 +298,7 @@ def test_an_adviser_is_asked_the_same_of_what_was_drafted_ahead(
         drafter.rollback(len(committed) - 1)
 
 
-@pytest.mark.thorough(but="t1.3-ChainAhead")
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "runs"), [(ChainAhead, 3000), (TreeAhead, 800)], ids=["ChainAhead", "TreeAhead"])
 @pytest.mark.parametrize("params", [PARAMS[1], PARAMS[2]], ids=["t1.3", "t0.7-top_p"])
 def test_the_whole_loop_samples_from_the_target(
@@ -327,6 +327,7 @@ def answers(assistant: Assistant, prompts: list[str], sampling: SamplingParams, 
     return [[step.token for step in assistant.chat([Message("user", one)], sampling, stop)] for one in prompts]
 
 
+@pytest.mark.thorough(but="trees-greedy")
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seed"])
 @pytest.mark.parametrize("policy", [FixedLength(5), FixedLength(24, True)], ids=["chains", "trees"])
 def test_a_streamed_target_says_what_it_says_alone(

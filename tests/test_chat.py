@@ -321,6 +321,7 @@ def test_a_chat_on_a_terminal(tmp_path_factory: pytest.TempPathFactory) -> None:
     assert terminal.exitstatus == 0
 
 
+@pytest.mark.thorough(but="15")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_chat_that_is_ended_from_outside_leaves_the_terminal_as_it_was(
     tmp_path: Path, number: signal.Signals
@@ -355,6 +356,7 @@ cli.main.run()
 """
 
 
+@pytest.mark.thorough
 def test_a_warning_waits_until_a_line_has_been_typed(tmp_path: Path) -> None:
     model, sign = save_model_that_says("words", tmp_path / "says"), tmp_path / "sign"
     command = ["-c", WARNS % str(sign), "chat", "--target", str(model), "--dtype", "float32", "--distill", "off"]

@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from conftest import BUNDLED, save_random_adapter
+from forked import run
 from records_factory import generation
 from service_server import Server
 from small_disks import small_disk
@@ -51,11 +50,6 @@ def fill(folder: Path) -> Path:
 
 def state_in(home: Path) -> PairState:
     return PairState(home / pair_identity(load_settings({})).id)
-
-
-def adaptive(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def ask(http: httpx.Client, prompt: str) -> str:
@@ -101,7 +95,7 @@ def test_distilling_on_a_full_disk_is_one_line(small: Path, taught: Taught) -> N
     state.records.symlink_to(taught.state.records)
     fill(small)
     pair = ("--target", str(taught.settings.target), "--draft", str(taught.settings.draft), "--device", "cpu")
-    done = adaptive("distill", "--state-dir", str(small), *pair, "--max-seconds", "2", "--force")
+    done = run("distill", "--state-dir", str(small), *pair, "--max-seconds", "2", "--force")
     assert done.returncode == 2, done.stdout
     assert "Traceback" not in done.stderr
     assert "cannot be written" in done.stderr.splitlines()[-1]
@@ -117,7 +111,7 @@ def test_a_merged_draft_that_finds_no_room_is_one_line(small: Path, tmp_path: Pa
         shutil.copytree(adapter, folder, dirs_exist_ok=True)
 
     store.publish(write, replace(NEW, base=base))
-    done = adaptive("adapters", "export", "1", "--merged", str(small / "merged"))
+    done = run("adapters", "export", "1", "--merged", str(small / "merged"))
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     said = done.stderr.splitlines()[-1]
@@ -136,7 +130,7 @@ def test_everything_can_be_purged_on_a_full_disk(small: Path) -> None:
     with LogWriter(state.records) as held:  # as if a server had the log open
         held.write(generation(6, text="another " * 5000))
         assert not held.flush()
-        purged = adaptive("records", "purge", "--all", "--yes", "--state-dir", str(small))
+        purged = run("records", "purge", "--all", "--yes", "--state-dir", str(small))
         assert purged.returncode == 0, purged.stderr
         assert "deleted 5 records" in purged.stdout
         on_disk = b"".join(file.read_bytes() for file in state.root.iterdir() if file.is_file())
@@ -145,4 +139,4 @@ def test_everything_can_be_purged_on_a_full_disk(small: Path) -> None:
         assert held.flush(), held.problem
     with Log(state.records) as log:
         assert [entry.id for entry in log.generations()] == [6]  # ids are not reused
-    assert json.loads(adaptive("records", "check", "--json", "--state-dir", str(small)).stdout)["file"] is None
+    assert json.loads(run("records", "check", "--json", "--state-dir", str(small)).stdout)["file"] is None

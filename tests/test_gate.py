@@ -101,6 +101,7 @@ def test_the_chances_granted_over_all_rounds_add_up_to_the_budget() -> None:
     assert sum(alpha(r) for r in range(1, 200_000)) == pytest.approx(FALSE_PROMOTION, rel=0.01)
 
 
+@pytest.mark.thorough
 def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
     rng = np.random.default_rng(3)
     covered = [

@@ -5,14 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
-import shlex
-import subprocess
 import sys
 from pathlib import Path
 
-import pexpect
 import pytest
 from conftest import BUNDLED, Command, save_model_that_says, save_random_pair
+from forked import run_on_a_terminal, start
 
 from adaptive.records.log import Log
 from adaptive.settings import load_settings
@@ -131,17 +129,18 @@ def test_raw_text_of_a_line_with_messages_is_refused(
     assert "prompts.jsonl line 2 has messages" in one_line(err)
 
 
-def test_an_answer_whose_reader_ends_is_in_the_log(pair: tuple[str, str], own_home: Path) -> None:
-    command = [sys.executable, "-m", "cli.main", "generate", "Hi", "--target", pair[0], "--draft", pair[1]]
-    command += ["--draft-length", "2", "--max-new-tokens", "1500", "--seed", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
-        assert running.stdout is not None
-        assert running.stdout.read(1)
-        running.stdout.close()
-        assert running.stderr is not None
-        said = running.stderr.read()
-    assert running.returncode == 141
-    assert b"Error" not in said
+def test_an_answer_whose_reader_ends_is_in_the_log(pair: tuple[str, str], own_home: Path, tmp_path: Path) -> None:
+    command = ["generate", "Hi", "--target", pair[0], "--draft", pair[1], "--draft-length", "2"]
+    command += ["--max-new-tokens", "1500", "--seed", "1"]
+    reader, writer = os.pipe()
+    messages = tmp_path / "messages"
+    with messages.open("wb") as stream:
+        running = start(*command, stdout=writer, stderr=stream)
+    os.close(writer)
+    assert os.read(reader, 1)
+    os.close(reader)
+    assert running.wait(120) == 141
+    assert b"Error" not in messages.read_bytes()
     (records,) = own_home.rglob("records.db")
     with Log(records) as log:
         (kept,) = log.generations()
@@ -370,10 +369,9 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
 
 
 def test_a_bar_is_shown_for_answers_that_go_elsewhere(pair: tuple[str, str], prompt_file: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "cli.main", "generate", "--target", pair[0], "--draft", pair[1], "--json"]
-    command += ["--prompts", str(prompt_file), "--max-new-tokens", "4"]
-    script = f"exec {shlex.join(command)} > {tmp_path / 'out'}"
-    said = pexpect.run(f"/bin/sh -c {shlex.quote(script)}", timeout=60, env={**os.environ, "TERM": "xterm"})
+    command = ["generate", "--target", pair[0], "--draft", pair[1], "--json", "--max-new-tokens", "4"]
+    with (tmp_path / "out").open("wb") as out:
+        said = run_on_a_terminal(*command, "--prompts", str(prompt_file), stdout=out, TERM="xterm")
     count = len(prompt_file.read_text().splitlines())
     assert f"/{count}".encode() in said
     assert len((tmp_path / "out").read_text().splitlines()) == count

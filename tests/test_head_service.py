@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import BUNDLED, save_random_pair
+from forked import run
 from service_server import Server
 from test_service_learning import ask, until
 
@@ -75,12 +76,8 @@ def test_none_decodes_plainly_and_keeps_no_hidden_states(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("draft", [(), ("--draft", "auto")], ids=["default", "auto"])
 def test_a_target_on_which_none_can_be_grown_decodes_alone_or_says_so(tmp_path: Path, draft: tuple[str, ...]) -> None:
-    import subprocess
-    import sys
-
     target, _ = save_random_pair(tmp_path / "pair", "gpt_neox")
-    command = [sys.executable, "-m", "cli.main", "generate", "What?", "--target", str(target), *draft]
-    done = subprocess.run([*command, "--max-new-tokens", "8"], capture_output=True, text=True, check=False)
+    done = run("generate", "What?", "--target", str(target), *draft, "--max-new-tokens", "8")
     said = " ".join(done.stderr.split())
     if draft:
         assert done.returncode == 2

@@ -151,6 +151,7 @@ def test_an_interrupted_run_is_gone_on_with(tmp_path: Path, spoken: list[Generat
     assert not again.stopped
 
 
+@pytest.mark.thorough(but="False")
 @pytest.mark.parametrize("more", [False, True])
 def test_an_interrupted_run_whose_hidden_states_are_gone_is_given_up(
     tmp_path: Path, spoken: list[Generation], more: bool

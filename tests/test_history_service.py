@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from forked import run
 from service_server import Server
 
 # One xdist worker runs these tests, since it starts one server.
@@ -54,7 +53,7 @@ def test_what_is_purged_is_drafted_from_no_more(server: Server) -> None:
         fresh = [rounds(http, prompt) for prompt in PROMPTS]
         assert all(known(http, prompt, n) for prompt, n in zip(PROMPTS, fresh, strict=True))
         purge = ["records", "purge", "--all", "--yes", "--state-dir", str(server.home)]
-        subprocess.run([sys.executable, "-m", "cli.main", *purge], check=True, capture_output=True)
+        run(*purge).check_returncode()
         again = rounds(http, PROMPTS[0])
         # The answer just given is in history again a moment later; the other one is not.
         assert rounds(http, PROMPTS[1]) > 0.6 * fresh[1]

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Command, save_random_pair
+from forked import start
 
 from adaptive.records.log import Log
 
@@ -53,7 +52,7 @@ def interrupt(
 ) -> tuple[int, str]:
     """Start the command, and send it the signal when there is ``enough``. Returns the exit status and its messages."""
     with out.open("wb") as stream, (out.parent / "messages").open("w+b") as messages:
-        running = subprocess.Popen([sys.executable, "-m", "cli.main", *command], stdout=stream, stderr=messages)
+        running = start(*command, stdout=stream, stderr=messages)
         deadline = time.monotonic() + PATIENCE_S
         while not enough():
             assert running.poll() is None, "it ended before it was interrupted"

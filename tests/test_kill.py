@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from conftest import save_random_pair
+from forked import start
 
 from adaptive.records.log import Log
 
@@ -20,7 +18,7 @@ from adaptive.records.log import Log
 def generate(models: tuple[Path, Path], file: Path) -> list[str]:
     """The command that answers every prompt of the file."""
     return [
-        sys.executable, "-m", "cli.main", "generate", "--target", str(models[0]), "--draft", str(models[1]),
+        "generate", "--target", str(models[0]), "--draft", str(models[1]),
         "--prompts", str(file), "--json", "--max-new-tokens", "24", "--draft-length", "2", "--dtype", "float32",
     ]  # fmt: skip
 
@@ -28,7 +26,7 @@ def generate(models: tuple[Path, Path], file: Path) -> list[str]:
 def kill_at_a_random_moment(command: list[str], out: Path, rng: random.Random) -> list[dict[str, object]]:
     """Start the command, let it print at least one answer, kill it. Returns the complete answers that it printed."""
     with out.open("wb") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.DEVNULL, env=dict(os.environ))
+        process = start(*command, stdout=stream)
         deadline = time.monotonic() + 120
         while out.read_bytes().count(b"\n") < 1:
             assert process.poll() is None, "it ended before it was killed"

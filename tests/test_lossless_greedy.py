@@ -65,7 +65,7 @@ def tokens(pair: Pair) -> int:
     return TOKENS if _folders(pair)[0] == BUNDLED / "target" else RANDOM_TOKENS
 
 
-@pytest.mark.thorough(but="bundled-4-with-adapter")
+@pytest.mark.thorough(but="gpt_neox-4-plain-draft")
 @pytest.mark.parametrize("adapter", [False, True], ids=["plain-draft", "with-adapter"])
 @pytest.mark.parametrize("length", [1, 4, 9])
 def test_greedy_output_equals_target_alone(

@@ -262,7 +262,7 @@ def test_a_broken_acceptance_rule_fails_the_same_test(
     assert p_value(run_loop(models, params, length=2), exact_distribution(models[0], params)) < 0.001
 
 
-@pytest.mark.thorough(but="t1.3-in-one-call")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("rule", "params"),
     [*((verify_sampled, params) for params in PARAMS[:4]), (verify_on_device, PARAMS[1]), (in_one_call, PARAMS[1])],

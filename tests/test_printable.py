@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from conftest import save_model_that_says
+from forked import run, run_on_a_terminal
 from records_factory import generation
 from rich.console import Console
 
@@ -27,29 +24,6 @@ HOSTILE = "\x1b]0;owned\x07"
 @pytest.fixture(scope="module")
 def hostile_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model_that_says(HOSTILE, tmp_path_factory.mktemp("hostile"))
-
-
-def run_on_a_terminal(*arguments: str, typed: str = "") -> bytes:
-    """Everything that ``adaptive`` writes to a terminal."""
-    leader, follower = pty.openpty()
-    command = [sys.executable, "-m", "cli.main", *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=follower, stderr=subprocess.DEVNULL) as process:
-        os.close(follower)
-        assert process.stdin is not None
-        process.stdin.write(typed.encode())
-        process.stdin.close()
-        said = b""
-        while True:
-            try:
-                part = os.read(leader, 65536)
-            except OSError:  # Linux ends a terminal with this error
-                break
-            if not part:
-                break
-            said += part
-    os.close(leader)
-    assert process.returncode == 0, said
-    return said
 
 
 @pytest.mark.thorough(but="chat")
@@ -79,9 +53,8 @@ def test_names_in_the_log_reach_a_terminal_without_controls(own_home: Path, comm
 
 @pytest.mark.thorough
 def test_a_file_gets_the_answer_as_it_is(hostile_model: Path) -> None:
-    command = [sys.executable, "-m", "cli.main", "generate", "hello", "--target", str(hostile_model), "--no-record"]
-    said = subprocess.run([*command, "--dtype", "float32"], capture_output=True, check=True).stdout
-    assert said == (HOSTILE + "\n").encode()
+    done = run("generate", "hello", "--target", str(hostile_model), "--no-record", "--dtype", "float32")
+    assert (done.returncode, done.stdout) == (0, HOSTILE + "\n")
 
 
 def test_what_a_server_says_reaches_a_terminal_without_controls(capsys: pytest.CaptureFixture[str]) -> None:

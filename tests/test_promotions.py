@@ -60,6 +60,7 @@ def test_the_speed_expected_is_that_of_the_best_length_worked_by_hand() -> None:
     assert expected_speed(held_out((0.5, 1.9), (0.5, 1.9)), COSTS)[0] == pytest.approx(1.0)
 
 
+@pytest.mark.thorough
 def test_where_even_a_perfect_draft_does_not_pay_training_waits_and_says_so_once(
     taught: Taught, caplog: pytest.LogCaptureFixture
 ) -> None:

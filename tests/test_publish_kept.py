@@ -5,14 +5,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import forked
 from conftest import BUNDLED, save_random_adapter
 from test_publish import adapter, box, state, state_with, use  # noqa: F401
 from upstream_server import until
@@ -69,12 +68,12 @@ def test_an_interrupted_trial_leaves_no_draft_behind(state: PairState, box: Any)
     server, start, running = box
     restart = f"cp {start} {running}; if grep -q draft-0001 {running}; then exec sleep 60; fi"
     arguments = ["publish", "--upstream", server.url, "--start", str(start), "--restart", restart]
-    began = "from cli.main import run; import sys; sys.argv = ['adaptive', *sys.argv[1:]]; run()"
-    command = [sys.executable, "-c", began, *arguments, "--draft-length", "3", "--prompts", "2"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}) as run:
-        until(lambda: "draft-0001" in running.read_text() or run.poll() is not None, 120)
-        run.send_signal(signal.SIGTERM)
-        _, errors = run.communicate(timeout=60)
-    assert "earlier state is being restored" in errors
+    with tempfile.TemporaryFile("w+b") as errors:
+        publish = forked.start(*arguments, "--draft-length", "3", "--prompts", "2", stderr=errors)
+        until(lambda: "draft-0001" in running.read_text() or publish.poll() is not None, 120)
+        publish.send_signal(signal.SIGTERM)
+        publish.wait(60)
+        errors.seek(0)
+        assert b"earlier state is being restored" in errors.read()
     assert list((state.root / "published").iterdir()) == []
     assert "draft-0001" not in start.read_text()

@@ -170,7 +170,7 @@ def keeps_its_promise(pair: Pair) -> bool:
     return sampling_kernels() is not None or pair.target.weights == "float32"
 
 
-@pytest.mark.thorough(but="float32-0.7")
+@pytest.mark.thorough
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_a_seed_means_the_same_text_whatever_is_drafted(
     pair: Pair, adapter: Path, prompts: list[str], temperature: float

@@ -6,8 +6,6 @@ import asyncio
 import json
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from forked import run
 from service_server import Server
 
 from adaptive.errors import AdaptiveError
@@ -297,13 +296,7 @@ def test_a_wrong_key_a_large_body_and_a_second_server_are_refused(server: Server
         assert http.post("/tokenize", content=b"x" * 9_000_000).status_code == 413
         chunks = (b"x" * 100_000 for _ in range(90))
         assert http.post("/tokenize", content=chunks).status_code == 413
-    second = subprocess.run(
-        [sys.executable, "-m", "cli.main", "serve", "--state-dir", str(server.home), "--port", "0"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    second = run("serve", "--state-dir", str(server.home), "--port", "0")
     assert second.returncode == 2
     assert f"process {server.process.pid}" in second.stderr
     assert server.url in second.stderr

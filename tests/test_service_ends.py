@@ -64,6 +64,7 @@ def keeping_caches(record: bool = True) -> contextlib.AbstractContextManager[Ope
     return open_pair(settings, Console(file=io.StringIO()), cache_bytes=10**9)
 
 
+@pytest.mark.thorough(but="hurry")
 @pytest.mark.parametrize("how", ["whole", "hurry", "late"])
 def test_the_end_waits_for_caches_only_so_long_and_first_keeps_what_is_small(
     own_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str

@@ -86,11 +86,12 @@ def test_it_reports_figures_and_the_next_command(
     assert outcome["status"] == "promoted", outcome["message"]
     assert outcome["recent"]["acceptance_after"]["mean"] > outcome["recent"]["acceptance_before"]["mean"]
     assert AdapterStore(state.adapters).current_id() == outcome["adapter"]
-    spoken = distill(pair, *training, "--no-promote")
+    briefly = ("--rank", "8", "--epochs", "0.5", "--no-promote")
+    spoken = distill(pair, *briefly)
     assert spoken.exit_code == 0, spoken.output
     AdapterStore(state.adapters).reject("0002", "the test says so")
     monkeypatch.setenv("ADAPTIVE_KEEP_ADAPTERS", "1")
-    spoken = distill(pair, *training, "--no-promote")
+    spoken = distill(pair, *briefly)
     assert "deleted old adapters: 0002" in spoken.output
     assert f"Next: adaptive adapters promote 0003 {shlex.join(pair)}" in spoken.output
 

@@ -142,6 +142,7 @@ def said(
     return texts
 
 
+@pytest.mark.thorough(but="8-False-10")
 @pytest.mark.parametrize(
     ("nodes", "adapter", "some"),
     [

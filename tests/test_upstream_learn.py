@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import numpy as np
 import openai
 import pytest
 from conftest import BUNDLED
+from forked import start
 from service_server import START_S, Server
 from upstream_server import served, until
 
@@ -38,11 +38,10 @@ class Learning:
     def __init__(self, home: Path, url: str, *options: str, **variables: str) -> None:
         home.mkdir(parents=True)
         self.home, self.errors = home, home / "stderr"
-        command = [sys.executable, "-m", "cli.main", "learn", "--upstream", f"{url}/v1", "--port", "0", *PAIR]
+        command = ["learn", "--upstream", f"{url}/v1", "--port", "0", *PAIR]
         command += ["--state-dir", str(home), *options]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
         with self.errors.open("wb") as stream:
-            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream, env=environment)
+            self.process = start(*command, stderr=stream, **variables)
         deadline = time.monotonic() + START_S
         while (found := re.search(r"listening on (http://[^,\s]+)", self.said)) is None:
             assert self.process.poll() is None, self.said
