@@ -299,7 +299,7 @@ def test_an_adviser_is_asked_the_same_of_what_was_drafted_ahead(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("kind", "runs"), [(ChainAhead, 3000), (TreeAhead, 800)], ids=["ChainAhead", "TreeAhead"])
+@pytest.mark.parametrize(("kind", "runs"), [(ChainAhead, 3000), (TreeAhead, 400)], ids=["ChainAhead", "TreeAhead"])
 @pytest.mark.parametrize("params", [PARAMS[1], PARAMS[2]], ids=["t1.3", "t0.7-top_p"])
 def test_the_whole_loop_samples_from_the_target(
     models: tuple[TransformersEngine, TransformersEngine],

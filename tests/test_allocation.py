@@ -33,6 +33,7 @@ print(faults() - before)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep freed memory by their own rules")
 def test_a_process_keeps_the_buffers_of_a_large_vocabulary() -> None:
     done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True)

@@ -291,6 +291,7 @@ def test_first_tokens_come_as_soon_as_prompts_are_read_the_shortest_first(
     assert all(answering.decoding.drafted for answering in answerings)
 
 
+@pytest.mark.thorough
 @native
 def test_a_streamed_target_reads_two_prompts_in_as_few_passes_as_one_after_the_other(
     prompts: list[str], monkeypatch: pytest.MonkeyPatch

@@ -95,6 +95,7 @@ def test_whatever_asks_for_memory_is_told_the_limit(confine: Confine) -> None:
     assert not memory_is_short()
 
 
+@pytest.mark.thorough(but="50000-1")
 @pytest.mark.parametrize(("allowed", "expected"), [("max", 4), ("250000", 2), ("50000", 1)])
 @pytest.mark.usefixtures("four_threads")
 def test_passes_have_no_more_threads_than_the_quota_allows(allowed: str, expected: int, confine: Confine) -> None:
@@ -118,6 +119,7 @@ def test_a_number_of_threads_by_the_user_is_taken_as_it_is(confine: Confine, mon
     assert torch.get_num_threads() == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("four_threads")
 def test_the_setting_holds_in_every_command_up_to_a_limit(adaptive: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ADAPTIVE_THREADS", "2")

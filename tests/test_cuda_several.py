@@ -135,6 +135,7 @@ def test_a_lack_of_memory_leaves_what_is_recorded(monkeypatch: pytest.MonkeyPatc
     assert passes.replayed == 2
 
 
+@pytest.mark.thorough
 def test_answers_at_once_over_recorded_passes_are_those_of_each_alone(prompts: list[str]) -> None:
     pair, target, _ = bundled()
     assistant = Assistant(pair, FixedLength(0), None, 500_000_000)

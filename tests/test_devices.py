@@ -85,6 +85,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory has another unit elsewhere")
 def test_choosing_a_dtype_takes_no_more_memory_for_a_wide_model() -> None:
     """Four layers, float32 and bfloat16, each as it is and packed. A whole layer of this width takes 270 MB."""

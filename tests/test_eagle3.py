@@ -209,7 +209,9 @@ def pair(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.
     return found
 
 
-@pytest.mark.parametrize("ours", [True, False], ids=["kernels", "transformers"])
+@pytest.mark.parametrize(
+    "ours", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["kernels", "transformers"]
+)
 @pytest.mark.parametrize("some", [pytest.param(1, marks=pytest.mark.long, id="twenty-prompts"), 10])
 def test_greedy_output_equals_the_target_alone(
     pair: Pair, some: int, ours: bool, prompts: list[str], monkeypatch: pytest.MonkeyPatch

@@ -87,7 +87,7 @@ def test_our_forward_computes_what_the_module_does(kind: str) -> None:
     torch.testing.assert_close(got / scale, right / scale, rtol=0, atol=1e-4)
 
 
-@pytest.mark.thorough(but="qwen3_moe")
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_it_grows_from_what_the_mixture_said(kind: str, tmp_path: Path) -> None:
     model = tiny_model(kind, vocab_size=VOCAB)

@@ -79,6 +79,7 @@ while not archive.tokens:
 """
 
 
+@pytest.mark.thorough
 @needs_compiled
 def test_a_program_may_end_while_its_log_is_read(tmp_path: Path) -> None:
     """The thread that reads is in compiled code nearly all the time."""
@@ -312,6 +313,7 @@ def test_records_that_are_written_while_it_runs_are_found(tmp_path: Path) -> Non
     archive.close()
 
 
+@pytest.mark.thorough
 def test_an_answer_waits_for_one_page_while_a_long_log_is_read(tmp_path: Path) -> None:
     each, pages = 20, 200
     path = log_of(tmp_path, {str(n): list(range(n, n + each)) for n in range(pages * PAGE)})

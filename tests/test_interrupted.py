@@ -64,6 +64,7 @@ def interrupt(
         return status, " ".join(messages.read().decode().split())
 
 
+@pytest.mark.thorough(but="2")
 @posix
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_generate_says_how_many_are_answered_and_skips_them(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import forked
+import pytest
 from conftest import BUNDLED, save_random_adapter
 from test_publish import adapter, box, state, state_with, use  # noqa: F401
 from upstream_server import until
@@ -64,6 +65,7 @@ def test_the_login_of_a_servers_address_is_not_noted_down(state: PairState) -> N
     assert list(json.loads(file.read_text())) == ["http://other"]
 
 
+@pytest.mark.thorough
 def test_an_interrupted_trial_leaves_no_draft_behind(state: PairState, box: Any) -> None:
     server, start, running = box
     restart = f"cp {start} {running}; if grep -q draft-0001 {running}; then exec sleep 60; fi"

@@ -147,6 +147,7 @@ def test_texts_are_written_once_for_each_draft(tmp_path: Path) -> None:
         own.texts(small_draft(), fail, fail)
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_stopped_again_and_again_comes_to_the_same_texts(tmp_path: Path) -> None:
     whole = Rehearsal(frame(), tmp_path / "whole.safetensors", "0123").texts(small_draft(), never, quiet)
     own, began, stops = Rehearsal(frame(), tmp_path / "own.safetensors", "0123"), list[int](), 0

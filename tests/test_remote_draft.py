@@ -219,6 +219,7 @@ def test_a_server_that_is_too_slow_is_waited_for_no_longer_than_a_pass_is_worth(
         assert not remote.figures.proposals
 
 
+@pytest.mark.thorough
 def test_drafting_goes_on_where_the_server_comes_back(server: DraftServer, pair: Pair, prompts: list[str]) -> None:
     """A new process at the same address does not hold the conversation, so the whole of it is sent again."""
     assert pair.remote is not None

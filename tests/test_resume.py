@@ -48,6 +48,7 @@ def test_a_run_that_goes_on_and_is_stopped_again_keeps_no_second_copy_of_what_th
     assert training_seconds(store) == last.manifest.train_seconds > first.manifest.train_seconds
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_stopped_before_anything_was_judged_goes_on_where_it_stood(tmp_path: Path, log: Path) -> None:
     recipe = replace(SHORT, evaluations=1)
     whole = distill(log, AdapterStore(tmp_path / "whole"), BASE, small_draft(), recipe, promotion="never")

@@ -236,6 +236,7 @@ def test_nonsense_is_a_mistake_of_the_client_in_openai_shape(server: Server) -> 
         assert http.delete("/v1/models").status_code == 405
 
 
+@pytest.mark.thorough
 def test_who_names_no_limit_is_cut_by_the_context_alone(client: openai.OpenAI) -> None:
     answer = ask(client, max_tokens=None, extra_body={"ignore_eos": True})
     (model,) = client.models.list().data

@@ -165,7 +165,7 @@ def test_only_pages_of_a_listed_origin_may_ask_and_read_without_a_key(server: Se
 
 
 @pytest.mark.skipif(not TABLES[0].exists(), reason="only Linux says whose a connection is")
-def test_a_listed_page_may_use_the_model_but_not_read_what_was_said(server: Server, client: openai.OpenAI) -> None:
+def test_a_listed_page_may_use_the_model_and_nothing_else(server: Server, client: openai.OpenAI) -> None:
     ask(client, user="somebody")
     for path in ("answers", "answers/1", "sessions/upstream", "history?by=session"):
         url = f"{server.url}/adaptive/{path}"
@@ -177,6 +177,10 @@ def test_a_listed_page_may_use_the_model_but_not_read_what_was_said(server: Serv
     first = f"{server.url}/adaptive/answers/1"
     assert httpx.delete(first, headers={**meant, "Origin": LISTED}, timeout=60).status_code == 403
     assert httpx.get(first, timeout=60).status_code == 200
+    for name in ("rollback", "0001/promote"):
+        change = f"{server.url}/adaptive/adapters/{name}"
+        refused = httpx.post(change, headers={**meant, "Origin": LISTED}, timeout=60)
+        assert (refused.status_code, "the choice of an adapter" in refused.text) == (403, True)
 
 
 def test_a_client_cannot_forge_a_line_of_the_log(server: Server, client: openai.OpenAI) -> None:

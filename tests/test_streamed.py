@@ -156,6 +156,7 @@ def test_a_file_of_another_size_is_not_kept_open(packed: Path) -> None:
     assert psutil.Process().num_fds() == before
 
 
+@pytest.mark.thorough(but="cut")
 @pytest.mark.parametrize("damage", [cut, change, unreadable, elsewhere])
 def test_a_damaged_file_is_one_line_and_mended_by_the_command_it_names(
     damage: Callable[[Path], None], own_home: Path, adaptive: Command

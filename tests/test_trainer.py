@@ -217,6 +217,7 @@ def test_records_with_nothing_to_learn_leave_the_draft_in_use(tmp_path: Path) ->
     assert store.current_id() is None, outcome.message
 
 
+@pytest.mark.thorough(but="auto")
 @pytest.mark.parametrize("loss", ["auto", "reverse-kl", "cross-entropy"])
 def test_tokens_that_the_draft_lacks_are_never_accepted_and_stop_no_training(
     tmp_path: Path, log: Path, loss: LossName

@@ -253,6 +253,7 @@ def test_the_next_command_names_all_that_this_one_was_told(tmp_path: Path) -> No
     ]
 
 
+@pytest.mark.thorough
 def test_one_trainer_a_pair(pair: list[str], own_home: Path) -> None:
     state = open_state(own_home, pair_identity(Settings(target=pair[1], draft=pair[3], home=own_home)).id)
     write_log(state.records, speak(target(), 80, SamplingParams(temperature=0.7)))

@@ -118,6 +118,7 @@ def test_costs_are_saved_with_the_way_the_machine_is_run_when_they_are_measured(
     assert (saved.machine, saved.measured) == (identity(), kept.measured)
 
 
+@pytest.mark.thorough
 def test_costs_during_which_the_power_supply_changed_are_measured_again(pair: Pair, quota: Path) -> None:
     kept = measured_just_now(pair)
     kept.swapped()

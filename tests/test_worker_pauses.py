@@ -144,6 +144,7 @@ def test_a_worker_that_stands_still_reads_no_log_so_a_purge_succeeds(taught: Tau
             process.kill()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="this system cannot stop a process")
 def test_being_frozen_is_no_time_of_training() -> None:
     command, paused = [sys.executable, "-c", PASSES], 0.0

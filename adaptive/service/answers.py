@@ -137,23 +137,23 @@ async def _keep_off_the_log(api: Api, held: Held, session: str | None) -> None:
         await asyncio.sleep(0.01)
 
 
-def refuse_others(api: Api, request: Request) -> None:
-    """Without an API key: raise HTTPException unless the client is a program of the user who runs the server, and no
-    page of another site: its requests come from a browser of that user, too."""
+def refuse_others(api: Api, request: Request, what: str = "what was said") -> None:
+    """Without an API key: raise HTTPException, which names ``what``, unless the client is a program of the user who
+    runs the server, and no page of another site: its requests come from a browser of that user, too."""
     if api.settings.api_key is not None:
         return
     if of_another_site(dict(request.scope["headers"])):
         raise HTTPException(
             403,
-            "what was said is not shown to pages of other sites; an API key is the cure: start the server with "
+            f"{what} is not for pages of other sites; an API key is the cure: start the server with "
             "--api-key-file FILE, and send the key",
         )
     peer, here = request.client, request.scope.get("server")
     if peer is None or here is None or not same_user((peer.host, peer.port), tuple(here)):
         raise HTTPException(
             403,
-            "what was said is shown to programs of the user who runs the server, which this may not be; an API key is "
-            "the cure: start the server with --api-key-file FILE, and send the key",
+            f"{what} is for programs of the user who runs the server, which this may not be; an API key is the cure: "
+            "start the server with --api-key-file FILE, and send the key",
         )
 
 

@@ -32,6 +32,7 @@ PAGE_HEADERS = {
 }
 READS = ["GET", "HEAD"]
 AdapterId = Annotated[str, InPath(pattern=r"^[0-9]{1,9}$")]
+CHOICE = "the choice of an adapter"
 
 
 def add_dashboard(app: FastAPI, api: Api) -> None:
@@ -80,12 +81,14 @@ def add_dashboard(app: FastAPI, api: Api) -> None:
         return await asyncio.to_thread(known_adapters, store, state)
 
     @app.post("/adaptive/adapters/rollback")
-    async def rollback() -> dict[str, Any]:
+    async def rollback(request: Request) -> dict[str, Any]:
+        refuse_others(api, request, CHOICE)
         back = await asyncio.to_thread(store.rollback, "rolled back by hand, at the server")
         return {"current": None if back is None else back.id}
 
     @app.post("/adaptive/adapters/{name}/promote")
-    async def promote(name: AdapterId) -> dict[str, Any]:
+    async def promote(request: Request, name: AdapterId) -> dict[str, Any]:
+        refuse_others(api, request, CHOICE)
         promoted = await asyncio.to_thread(store.promote, name, "promoted by hand, at the server")
         return {"current": promoted.id}
 
