@@ -264,8 +264,9 @@ def test_a_checkpoint_that_is_interrupted_leaves_no_layer_ahead_of_the_others(mo
             sequence.rollback(len(held))
             sequence.extend(held[sequence.length :] or [1], 1)
         states.checkpoint()
-        assert states._checkpoints[-1].length == len(held)
-        kept.append(states._checkpoints[-1].states)
+        length, checkpoint = states._checkpoints.last(len(held))
+        assert length == len(held)
+        kept.append(checkpoint.states)
     near(*kept)
 
 

@@ -215,8 +215,8 @@ def state_of(cache: Any) -> list[torch.Tensor]:
     assert cache.states is not None
     if isinstance(cache.states, States):
         cache.states.checkpoint()
-        kept = cache.states._checkpoints[-1]
-        assert kept.length == whole_chunks(cache.states.length)
+        length, kept = cache.states._checkpoints.last(cache.states.length)
+        assert length == whole_chunks(cache.states.length)
         return [kept.states, kept.inputs]
     assert isinstance(cache, RollbackCache)
     found = []

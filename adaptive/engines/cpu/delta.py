@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from adaptive.engines.cpu.kernels import library
-from adaptive.engines.state_checkpoints import crowded
+from adaptive.engines.state_checkpoints import Checkpoints
 
 # The longest pass whose tokens can all be rolled back, and the most tokens that are held behind the base. A longer pass
 # is a prompt's. Too low (fewer than a round's tokens): a rejection computes the text again. Too high: memory.
@@ -116,10 +116,9 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The ``states`` (layers, numbers) after ``length`` tokens, which are whole chunks, and the convolution's
-    ``inputs`` (layers, kernel - 1, channels) of the last of these tokens."""
+    """The ``states`` (layers, numbers) after some tokens, which are whole chunks, and the convolution's ``inputs``
+    (layers, kernel - 1, channels) of the last of these tokens."""
 
-    length: int
     states: torch.Tensor
     inputs: torch.Tensor
 
@@ -143,7 +142,7 @@ class States:
         assert found is not None
         self.sizes = sizes
         self._nets, self._chunk, self._recall = nets, found.chunk, found.module.Recall
-        self._checkpoints: list[Checkpoint] = []  # ordered by length
+        self._checkpoints = Checkpoints[Checkpoint]()
         # (layers, state) of the base and of the state ahead; (layers, rows, channels); (layers, rows / chunk, numbers).
         self._states = [torch.empty(0), torch.empty(0)]
         self._inputs = self._chunks = torch.empty(0)
@@ -258,18 +257,19 @@ class States:
         self.length, self._stands = min(length, self.length), True
         if self._ahead is not None and self._ahead > self.length:
             self._ahead = None
-        self._checkpoints = [kept for kept in self._checkpoints if kept.length <= self.length]
+        self._checkpoints.cut(self.length)
         return self.length
 
     @torch.inference_mode()
     def _restore(self, most: int) -> None:
-        kept = next((kept for kept in reversed(self._checkpoints) if kept.length <= most), None)
+        found = self._checkpoints.last(most)
         self.clear()
-        if kept is None:
+        if found is None:
             return
+        length, kept = found
         self._reserve(self.sizes.kernel - 1)
         self._states[0].copy_(kept.states)
-        self.length = self._base = kept.length
+        self.length = self._base = length
         self._inputs[:, self._before()] = kept.inputs
 
     def _before(self) -> torch.Tensor:
@@ -278,10 +278,9 @@ class States:
 
     @torch.inference_mode()
     def checkpoint(self) -> None:
-        """Store a checkpoint of the text's whole chunks. If there are too many, drop the one between the nearest
-        two."""
-        lengths, whole = [kept.length for kept in self._checkpoints], self._whole(self.length)
-        if not whole or whole in lengths:
+        """Store a checkpoint of the text's whole chunks; if there are too many, one is dropped."""
+        whole = self._whole(self.length)
+        if not whole or whole in self._checkpoints:
             return
         self._settle(whole)
         if self._base < whole:
@@ -289,15 +288,12 @@ class States:
             for number, net in enumerate(self._nets):
                 net(self._inputs, self._inputs, number, 0, self._recalled(whole))  # no tokens: neither tensor is used
             self._base, self._ahead, self._settled = whole, None, None
-        self._checkpoints.append(Checkpoint(whole, self._states[0].clone(), self._inputs[:, self._before()]))
-        forgotten = crowded([*lengths, whole])
-        if forgotten is not None:
-            del self._checkpoints[forgotten]
+        self._checkpoints.add(whole, Checkpoint(self._states[0].clone(), self._inputs[:, self._before()]))
 
     @torch.inference_mode()
     def copy(self, other: States, length: int) -> int:
         """Hold at most the first ``length`` tokens of ``other``; returns how many."""
-        self._checkpoints = [kept for kept in other._checkpoints if kept.length <= length]
+        self._checkpoints.copy(other._checkpoints, length)
         if not other._rows or not other.reaches(length):
             self._restore(length)
             return self.length

@@ -18,7 +18,7 @@ import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from adaptive.engines.hf.calls import Call, current_pass
-from adaptive.engines.state_checkpoints import crowded
+from adaptive.engines.state_checkpoints import Checkpoints
 
 # The longest pass, in tokens, whose inputs are kept. A longer pass belongs to a prompt and is not rolled back. Too
 # high: the inputs of all layers need more memory than the states. Too low (below the draft length): a rejection
@@ -246,7 +246,7 @@ class States:
 
     def __init__(self, states: list[State]) -> None:
         self._all = states
-        self._checkpoints: list[list[Kept]] = []  # ordered by length
+        self._checkpoints = Checkpoints[list[Kept]]()
 
     @property
     def length(self) -> int:
@@ -260,14 +260,9 @@ class States:
 
     @torch.inference_mode()
     def checkpoint(self) -> None:
-        """Keep the present states; if there are too many checkpoints, drop one (``crowded``)."""
-        held = [kept[0].length for kept in self._checkpoints]
-        if not self.length or self.length in held:
-            return
-        self._checkpoints.append([state.kept(self.length) for state in self._all])
-        forgotten = crowded([*held, self.length])
-        if forgotten is not None:
-            del self._checkpoints[forgotten]
+        """Keep the present states; if there are too many checkpoints, one is dropped."""
+        if self.length and self.length not in self._checkpoints:
+            self._checkpoints.add(self.length, [state.kept(self.length) for state in self._all])
 
     @torch.inference_mode()
     def rollback(self, length: int) -> int:
@@ -278,19 +273,19 @@ class States:
                 state.rollback(length)
         else:
             length = self._restore(length)
-        self._checkpoints = [kept for kept in self._checkpoints if kept[0].length <= length]
+        self._checkpoints.cut(length)
         return length
 
     def _restore(self, most: int) -> int:
-        kept = next((kept for kept in reversed(self._checkpoints) if kept[0].length <= most), None)
+        length, kept = self._checkpoints.last(most) or (0, None)
         for number, state in enumerate(self._all):
             state.clear() if kept is None else state.restore(kept[number])
-        return 0 if kept is None else kept[0].length
+        return length
 
     @torch.inference_mode()
     def copy(self, other: States, length: int) -> int:
         """Replace the contents by at most the first ``length`` tokens of ``other``. Returns how many are held then."""
-        self._checkpoints = [kept for kept in other._checkpoints if kept[0].length <= length]
+        self._checkpoints.copy(other._checkpoints, length)
         if not all(state.reaches(length) for state in other._all):
             return self._restore(length)
         for state, source in zip(self._all, other._all, strict=True):

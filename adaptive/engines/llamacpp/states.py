@@ -13,7 +13,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from adaptive.engines.state_checkpoints import REMEMBER_BEFORE, crowded
+from adaptive.engines.state_checkpoints import REMEMBER_BEFORE, Checkpoints
 from adaptive.errors import AdaptiveError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class States:
         # sequence is) or within another pass. From then on, marks are set before such steps or passes.
         self._marks_steps = self._marks_passes = False
         self._marks: list[Kept] = []  # at most two
-        self._checkpoints: list[Kept] = []
+        self._checkpoints = Checkpoints[Kept]()
 
     @property
     def nbytes(self) -> tuple[int, int]:
@@ -90,14 +90,9 @@ class States:
             self.bytes_of_one = int(self.model.library.llama_state_seq_get_size_ext(context, 0, STATES_ALONE))
 
     def checkpoint(self, context: Any, length: int) -> None:
-        """Keep the present states; if there are too many checkpoints, drop one (``crowded``)."""
-        held = [kept.length for kept in self._checkpoints]
-        if length in held:
-            return
-        self._checkpoints.append(self._copy(context, length))
-        forgotten = crowded([*held, length])
-        if forgotten is not None:
-            del self._checkpoints[forgotten]
+        """Keep the present states; if there are too many checkpoints, one is dropped."""
+        if length not in self._checkpoints:
+            self._checkpoints.add(length, self._copy(context, length))
 
     def reach(self, length: int, written: int) -> int:
         """The longest prefix of at most ``length`` of the ``written`` tokens to which the states can go back. Drops the
@@ -108,7 +103,7 @@ class States:
                 self._marks_passes |= not self._stepping
             length = max((kept.length for kept in self._kept if kept.length <= length), default=0)
         self._marks = [kept for kept in self._marks if kept.length <= length]
-        self._checkpoints = [kept for kept in self._checkpoints if kept.length <= length]
+        self._checkpoints.cut(length)
         return length
 
     def go_back(self, context: Any, memory: Any, length: int, written: int) -> None:
@@ -131,7 +126,10 @@ class States:
     def copy(self, other: States) -> None:
         """Take over the copies of ``other``, from whose context the library's contents were copied."""
         self.bytes_of_one, self._last, self._stepping = other.bytes_of_one, 0, False
-        self._marks, self._checkpoints = [], sorted(other._kept, key=lambda kept: kept.length)
+        self._marks, self._checkpoints = [], Checkpoints()
+        for kept in sorted(other._kept, key=lambda kept: kept.length):
+            if kept.length not in self._checkpoints:
+                self._checkpoints.add(kept.length, kept)
 
     def moved(self) -> None:
         """Record that the contents were copied to another context, which has no snapshots."""
