@@ -284,7 +284,6 @@ def answered(screen: str, shown: str | None) -> bool:
     return shown in " ".join(screen.split()) and screen.rstrip().endswith(("\n›", "[Y/n]"))
 
 
-@pytest.mark.thorough(but="60")
 @pytest.mark.skipif(TMUX is None, reason="tmux is not here")
 @pytest.mark.xdist_group("screens")  # one xdist worker, since it starts one chat
 @pytest.mark.parametrize("width", WIDTHS)
