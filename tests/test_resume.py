@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +47,38 @@ def test_a_run_that_goes_on_and_is_stopped_again_keeps_no_second_copy_of_what_th
     assert any("going on with the run that was interrupted" in note for note in last.notes)
     assert last.manifest is not None
     assert training_seconds(store) == last.manifest.train_seconds > first.manifest.train_seconds
+
+
+def test_a_run_that_is_stopped_again_and_again_while_the_gate_judges_it_leaves_one_candidate(
+    tmp_path: Path, log: Path
+) -> None:
+    store, state, replays = AdapterStore(tmp_path / "adapters"), tmp_path / "state", tmp_path / "state.replays.json"
+    recipe = replace(SHORT, epochs=1.0, evaluations=2)
+
+    def judging() -> bool:
+        return replays.exists() and "in use, gate" in replays.read_text()
+
+    first = distill(log, store, BASE, small_draft(), recipe, should_stop=judging, state=state)
+    assert first.stopped
+    assert first.manifest is not None
+    for file in (state, replays):
+        shutil.copy(file, tmp_path / f"copy{''.join(file.suffixes)}")
+    asked = itertools.count()
+    whole = distill(
+        log, AdapterStore(tmp_path / "whole"), BASE, small_draft(), recipe, None, lambda: next(asked) < 0,
+        promotion="never", state=tmp_path / "copy",
+    )  # fmt: skip
+    assert whole.manifest is not None
+    last = next(asked) - 1  # the question before the last pass of the gate's replay
+    left = itertools.count(-last)
+    again = distill(log, store, BASE, small_draft(), recipe, None, lambda: next(left) >= 0, state=state)
+    assert again.stopped
+    assert again.gate_generations == whole.gate_generations
+    assert again.manifest is None
+    assert [m.id for m in store.list()] == [first.manifest.id]
+    judged = distill(log, store, BASE, small_draft(), recipe, state=state)
+    assert judged.verdict is not None
+    assert len(store.list()) == 2
 
 
 @pytest.mark.thorough

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import tracemalloc
 from array import array
 
 import numpy as np
@@ -89,6 +90,26 @@ def test_taking_back_leaves_what_was_there_before(steps: list[tuple[list[int], i
         assert answers[-2:-1] == [] or answers[-2][:2] == answers[-1]
         found.append(answers)
     assert found[0] == found[1]
+
+
+def test_texts_that_were_taken_back_take_no_memory() -> None:
+    """As those of other conversations, and drafts, in the running text of a server that runs for months."""
+    index, rng = PlainSuffixes(), random.Random(0)
+    index.begin(0)
+
+    def come_and_go() -> None:
+        index.append([rng.randrange(1000) for _ in range(2000)])
+        index.take_back(2000)
+
+    come_and_go()
+    tracemalloc.start()
+    try:
+        for _ in range(10):
+            come_and_go()
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert taken < 5_000_000, "18 MB with the contexts of all of them"
 
 
 @needs_compiled

@@ -67,8 +67,8 @@ class Progress:
 @dataclass(frozen=True)
 class Fit:
     """The result of training. ``best`` is the state with the highest held-out ``acceptance``; ``stopped`` is True if
-    the run was stopped early. ``best`` is None if nothing was evaluated yet, or if a continued run was stopped before
-    it found a better state than the run before had kept."""
+    the run was stopped early. ``earlier``: it was found before the run was interrupted and continued. ``best`` is None
+    if nothing was evaluated yet, or if a continued run was stopped before it found a better state than that."""
 
     best: AdapterState | None
     acceptance: float
@@ -76,6 +76,7 @@ class Fit:
     steps: int
     seconds: float
     stopped: bool
+    earlier: bool = False
 
 
 def fit(
@@ -148,8 +149,9 @@ def fit(
         stopped = True
         if state is not None and now.step > first:  # the weights are those after the last whole step
             state.save(now, weights, optimizer)
-    news = not stopped or now.best_step != known
-    return Fit(now.best if news else None, now.best_acceptance, now.best_step, now.step, budget.elapsed, stopped)
+    earlier = now.best_step == known
+    best = None if stopped and earlier else now.best
+    return Fit(best, now.best_acceptance, now.best_step, now.step, budget.elapsed, stopped, earlier)
 
 
 def _groups(model: torch.nn.Module, recipe: Recipe) -> list[dict[str, Any]]:

@@ -158,10 +158,11 @@ def distill(
     result = replace(best.fit, seconds=sum(a.fit.seconds for a in attempts), stopped=stopped)
     if run is not None and result.best is not None and processes.first():
         figures, result = run.figures(best.recipe, result)
-        manifest = run.publish(best.recipe, result, figures, promotion)
-        if figures is not None:
-            verdict = judge(*figures, streak=_streak(store, manifest))
-        manifest = _settle(store, manifest, verdict, promotion, current)
+        if figures is not None or not result.earlier:  # else the run before has left these weights as a candidate
+            manifest = run.publish(best.recipe, result, figures, promotion)
+            if figures is not None:
+                verdict = judge(*figures, streak=_streak(store, manifest))
+            manifest = _settle(store, manifest, verdict, promotion, current)
     elif not result.stopped and processes.first():
         with suppress(AdaptiveError):  # the result does not depend on it
             store.kept_nothing(result.seconds)

@@ -214,7 +214,10 @@ class PlainSuffixes:
             for _ in range(min(count, last.end - last.first)):
                 self._tokens.pop()
                 for context in self._contexts():
-                    self._places[context].pop()
+                    places = self._places[context]
+                    places.pop()
+                    if not places:  # the running text goes back with every draft and every other conversation
+                        del self._places[context]
                 self._held -= 1
             last.end = len(self._tokens)
 
