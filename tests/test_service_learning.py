@@ -21,7 +21,7 @@ from checkpoints.store import AdapterStore, NewAdapter
 
 pytestmark = pytest.mark.thorough
 
-PATIENCE_S = 240.0
+PATIENCE_S = 600.0
 JSON = {"Content-Type": "application/json"}
 ANSWERS = 72
 
