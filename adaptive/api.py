@@ -33,6 +33,7 @@ from adaptive.pair import load_pair
 from adaptive.pipe import IDLE, LAST, Order, Report, start_worker
 from adaptive.records.stats import count_rounds, stats_of_counts, tokens_per_round
 from adaptive.remote import untrained
+from adaptive.service.calls import thinking_marks
 from adaptive.service.doubts import end_doubt
 from adaptive.service.trainer import background
 from adaptive.settings import load_settings
@@ -85,6 +86,7 @@ class Assistant:
             self._assistant = self._opened.assistant
             self._assistant.between_rounds = self._opened.swapper.between_rounds
             self._sampling = sampling_params(self.settings, self._opened.pair)
+            self._marks = thinking_marks(self._opened.pair.tokenizer)
             self._trainer = None
             if learn:
                 self._trainer = stack.enter_context(background(self.settings, self._opened.state))
@@ -121,7 +123,7 @@ class Assistant:
             self._trainer.busy()
         try:
             self._opened.swapper.between_rounds()  # a large adapter is read beside the answer
-            steps = self._assistant.chat(messages, params, limits, session=session, grammar=grammar)
+            steps = self._assistant.chat(messages, params, limits, session=session, grammar=grammar, marks=self._marks)
             with contextlib.closing(steps):  # type: ignore[type-var]
                 for step in steps:
                     answered = True

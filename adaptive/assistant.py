@@ -9,7 +9,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -212,11 +212,12 @@ class Assistant:
         domain: str | None = None,
         record: bool = True,
         grammar: Grammar | None = None,
+        marks: Mapping[int, str] | None = None,
     ) -> Iterator[Step]:
-        """Answer a chat; the part of it that is in the caches is not computed again."""
+        """Answer a chat; the part of it that is in the caches is not computed again. ``marks`` as in ``Question``."""
         prompt = encode_chat(self.pair, messages)
         return self.answer(
-            Question(prompt, tuple(messages), "", sampling, stop, session, domain, record, grammar=grammar)
+            Question(prompt, tuple(messages), "", sampling, stop, session, domain, record, grammar=grammar, marks=marks)
         )
 
     def complete(

@@ -5,8 +5,11 @@ In: the models' sources. Out: one tokenizer, the target's, for both.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from adaptive.engines.head.kinds import raw_config
 from adaptive.engines.llamacpp.files import gguf_tokenizer
 from adaptive.engines.load import Source
 from adaptive.errors import AdaptiveError, first_line
@@ -17,6 +20,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+# Model types of Mistral AI. Many of their checkpoints have a tokenizer.json that splits a text into words by Llama 3's
+# rules, and not by those that the model was trained with.
+MISTRAL = frozenset({"ministral", "mistral", "mistral3", "pixtral", "voxtral"})
+# A control token of Mistral's tokenizers, by which a model of these types with another tokenizer is recognised.
+MISTRALS_OWN = b'"[INST]"'
+
+
 def read_tokenizer(source: Source, trust: bool) -> PreTrainedTokenizerBase:
     """A model's tokenizer. ``trust``: run code that comes with the checkpoint. Raises AdaptiveError."""
     from transformers import AutoTokenizer
@@ -24,10 +34,34 @@ def read_tokenizer(source: Source, trust: bool) -> PreTrainedTokenizerBase:
     if source.gguf is not None:
         return gguf_tokenizer(source.gguf)
     try:
-        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust)
+        # Not mistral-common's, which transformers prefers where that is installed: it applies no chat templates.
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source.folder, trust_remote_code=trust, mistral_format=False, **_corrections(source.folder)
+        )
+        if not loaded.chat_template:
+            loaded.chat_template = _processors_template(source.folder)
     except Exception as error:
         raise AdaptiveError(f"the tokenizer of {source.id} cannot be read: {first_line(error)}") from error
+    if type(getattr(getattr(loaded, "backend_tokenizer", None), "model", None)).__name__ == "BPE":
+        # transformers ignores this for BPE, with a warning at the first answer, but then decodes more slowly.
+        loaded.clean_up_tokenization_spaces = False
     return loaded
+
+
+def _corrections(folder: Path) -> dict[str, bool]:
+    """transformers' option to correct Mistral's tokenizers, for those. It leaves alone what needs no correction."""
+    file = folder / "tokenizer.json"
+    mistrals = raw_config(folder).get("model_type") in MISTRAL and file.is_file() and MISTRALS_OWN in file.read_bytes()
+    return {"fix_mistral_regex": True} if mistrals else {}
+
+
+def _processors_template(folder: Path) -> str | None:
+    """The chat template of a checkpoint with vision that has it with its processor alone, as Mistral Small 3.1 does;
+    None if there is none."""
+    file = folder / "chat_template.json"
+    said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    template = said.get("chat_template") if isinstance(said, dict) else None
+    return template if isinstance(template, str) else None
 
 
 def checked_tokenizer(

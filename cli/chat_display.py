@@ -95,6 +95,49 @@ class MarkdownDisplay:
             self._above = _in_place_of(text)
 
 
+class Answer:
+    """Shows an answer part by part: its thinking dim on the ``console``, and its text in a ``display``."""
+
+    def __init__(self, console: Console, display: Callable[[], Display]) -> None:
+        self._console = console
+        self._display = display
+        self._open: Display | None = None
+        self._thinks = False  # whether the line on the console has not ended
+        self._empty = True
+
+    def think(self, text: str) -> None:
+        """Add to the thinking."""
+        self._close()
+        self._console.print(
+            printable(text), style="dim", end="", markup=False, highlight=False, emoji=False, soft_wrap=True
+        )
+        self._thinks = True
+
+    def feed(self, text: str) -> None:
+        """Add to the text."""
+        self._end_line()
+        if self._open is None:
+            self._open, self._empty = self._display(), False
+        self._open.feed(text)
+
+    def close(self) -> None:
+        """End the answer."""
+        self._end_line()
+        if self._empty:
+            self._open = self._display()
+        self._close()
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def _end_line(self) -> None:
+        if self._thinks:
+            self._console.print()
+            self._thinks = False
+
+
 def as_markdown(text: str, last: int | None = None) -> Markdown:
     """``text`` rendered as Markdown: line breaks are kept, HTML is shown as text, and links show their address.
 

@@ -17,8 +17,10 @@ from adaptive.printable import counted
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from adaptive.answering import Question
     from adaptive.decoding.loop import Step
     from adaptive.opened import OpenedPair
+    from adaptive.service.calls import Reading
     from adaptive.service.trainer import Trainer
     from adaptive.settings import Settings
     from adaptive.types import Message
@@ -33,11 +35,14 @@ SAID_AFTER_S = 0.5
 
 
 class Answered(NamedTuple):
-    """A message that was answered in this run: ``tokens`` of its prompt and of itself, and whether a limit cut it."""
+    """A message that was answered in this run: ``tokens`` of its prompt and of itself, and whether a limit cut it.
+    ``text`` is all that the model said, with its thinking, which ``reading`` tells from the rest."""
 
     message: Message
     tokens: list[int]
     cut: bool
+    text: str
+    reading: Reading
 
 
 class Chat:
@@ -75,11 +80,19 @@ class Chat:
 
     def _earlier(self) -> tuple[Message, ...]:
         from adaptive.records.log import Log
+        from adaptive.types import Message
 
         if not self.opened.state.records.exists():
             return ()
         with Log(self.opened.state.records) as log:
-            return tuple(log.session_messages(self.name))
+            earlier = log.session_messages(self.name)
+        if not earlier or earlier[-1].role != "assistant":
+            return earlier
+        try:
+            _, reading = self._question(list(earlier[:-1]))
+        except AdaptiveError:  # a chat that this model does not take, as asking something will say
+            return earlier
+        return (*earlier[:-1], Message("assistant", reading.shown(earlier[-1].content)))
 
     def greet(self) -> None:
         """Print the drafter, the session, and the end of a resumed conversation."""
@@ -136,7 +149,8 @@ class Chat:
         while True:
             asked = [*self.talk.messages, Message("user", text)]
             try:
-                answer = self._stream(self.opened.assistant.chat(asked, self.sampling, self.limits, session=self.name))
+                question, reading = self._question(asked)
+                answer = self._stream(question, reading)
             except AdaptiveError as error:
                 if self.keyboard is None:
                     raise
@@ -144,8 +158,21 @@ class Chat:
                 if isinstance(error, ContextFullError) and self._makes_room(text):
                     continue
                 return False
-            self.talk.messages = [*asked, self._answer(answer)]
+            self.talk.messages = [*asked, self._answer(answer, reading)]
             return True
+
+    def _question(self, asked: list[Message]) -> tuple[Question, Reading]:
+        """The request for the answer to a conversation, and how to tell the thinking in it from the rest. Raises
+        AdaptiveError for a conversation that does not fit or that the chat template refuses."""
+        from adaptive.answering import Question
+        from adaptive.assistant import encode_chat
+        from adaptive.service.calls import reading_of
+
+        pair = self.opened.pair
+        prompt = encode_chat(pair, asked)
+        reading = reading_of(pair.tokenizer, None, prompt)
+        marks = reading.marks(pair.tokenizer)
+        return Question(prompt, tuple(asked), "", self.sampling, self.limits, self.name, marks=marks), reading
 
     def _makes_room(self, text: str) -> bool:
         """Take out the oldest turns, if the user agrees, until the conversation and ``text`` fit."""
@@ -181,24 +208,30 @@ class Chat:
     def go_on(self) -> None:
         """Continue the last answer, which was cut. Raises AdaptiveError if it was not, or if it is not of this run."""
         from adaptive.answering import Question
+        from adaptive.types import Message
 
         answered, messages = self._answered, self.talk.messages
         if answered is None or not messages or messages[-1] is not answered.message:
             raise AdaptiveError("/more goes on with the last answer of this run; the conversation does not end with it")
         if not answered.cut:
             raise AdaptiveError("the last answer was not cut")
-        question = Question(answered.tokens, tuple(messages), "", self.sampling, self.limits, self.name, goes_on=True)
-        steps = self.opened.assistant.answer(question)
-        messages[-1] = self._answer(messages[-1].content + self._stream(steps))
+        text, reading = answered.text, answered.reading
+        asked = (*messages[:-1], Message("assistant", text))  # what follows may be the rest of the thinking
+        marks = reading.marks(self.opened.pair.tokenizer)
+        question = Question(
+            answered.tokens, asked, "", self.sampling, self.limits, self.name, goes_on=True, marks=marks
+        )
+        messages[-1] = self._answer(text + self._stream(question, reading, text), reading)
 
-    def _answer(self, text: str) -> Message:
-        """The message of the answer that has just ended."""
+    def _answer(self, text: str, reading: Reading) -> Message:
+        """The message of the answer that has just ended. Its thinking is no part of the conversation, as chat templates
+        expect."""
         from adaptive.types import Message
 
         last = self.opened.assistant.last
         assert last is not None
-        message = Message("assistant", text)
-        self._answered = Answered(message, [*last.request.prompt, *last.output], last.finish_reason == "length")
+        message, cut = Message("assistant", reading.shown(text)), last.finish_reason == "length"
+        self._answered = Answered(message, [*last.request.prompt, *last.output], cut, text, reading)
         return message
 
     def _display(self) -> Display:
@@ -208,9 +241,10 @@ class Chat:
             return PlainDisplay()
         return MarkdownDisplay(self.console)
 
-    def _stream(self, steps: Iterable[Step]) -> str:
-        """Show an answer while it is decoded, log it, and print its figures. Returns its text. ctrl-C stops the answer,
-        and nothing else here, however often it is pressed. Raises NoMemoryError if memory runs out."""
+    def _stream(self, question: Question, reading: Reading, before: str = "") -> str:
+        """Show an answer while it is decoded, log it, and print its figures. Returns its text, with its thinking.
+        ``before``: what it continues. ctrl-C stops the answer, and nothing else here, however often it is pressed.
+        Raises NoMemoryError if memory runs out."""
         with interruptible() as interrupted:
             self.opened.swapper.between_rounds()  # a large adapter is read beside the answer, and named before the next
             if self.opened.assistant.adapter != self._drafting:
@@ -218,7 +252,7 @@ class Chat:
                 self.console.print(f"[green]now drafting with adapter {self._drafting or 'none'}[/]")
             self.trainer.busy()
             try:
-                self._show(steps, interrupted)
+                self._show(self.opened.assistant.answer(question), reading, before, interrupted)
                 self._keep()
             except Exception as error:
                 if not out_of_memory(error):
@@ -231,18 +265,30 @@ class Chat:
         assert self.opened.assistant.last is not None
         return self.opened.assistant.last.text
 
-    def _show(self, steps: Iterable[Step], interrupted: Callable[[], bool]) -> None:
+    def _show(self, steps: Iterable[Step], reading: Reading, before: str, interrupted: Callable[[], bool]) -> None:
+        from adaptive.service.calls import Thought
+        from cli.chat_display import Answer
+
+        def show(parts: Iterable[Any]) -> None:
+            for part in parts:
+                if isinstance(part, Thought):
+                    answer.think(part.text)
+                elif isinstance(part, str):  # and no call, of which there are none to offer
+                    answer.feed(part)
+
         with contextlib.closing(steps):  # type: ignore[type-var]
             with self._reading(interrupted):
                 first = next(iter(steps), None)  # raises for a wrong prompt before anything is shown
-            display = self._display()
+            reader, answer = reading.reader(), Answer(self.console, self._display)
+            reader.feed(before)
             try:
                 for step in itertools.chain([] if first is None else [first], steps):
-                    display.feed(step.text)
+                    show(reader.feed(step.text))
                     if interrupted():
                         break
+                show(reader.finish())
             finally:
-                display.close()
+                answer.close()
 
     @contextlib.contextmanager
     def _reading(self, interrupted: Callable[[], bool]) -> Iterator[None]:

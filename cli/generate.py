@@ -90,6 +90,7 @@ def generate(
     console = Console(stderr=True)
     with open_pair(settings, console) as session:
         from adaptive.assistant import sampling_params
+        from adaptive.service.calls import thinking_marks
         from adaptive.types import StopParams
 
         if prompts is not None:
@@ -98,6 +99,8 @@ def generate(
         sampling = sampling_params(settings, session.pair)
         limits = StopParams(settings.answer_tokens, tuple(stop or ()))
         given: dict[str, Any] = {"domain": domain, "grammar": keeps_to}
+        if not raw:
+            given["marks"] = thinking_marks(session.pair.tokenizer)
         done = skip
         # Answers that are written to the terminal show the progress themselves.
         bar = counting_bar(console, "answering", hidden=prompts is None or not as_json or sys.stdout.isatty())

@@ -206,14 +206,14 @@ def test_whatever_keeps_its_past_in_its_own_way_decodes_plainly(model_type: str,
     assert Greedy(engine, engine, 4).say(prompt, 8) == alone(model, prompt, 8)
 
 
-def several_kinds(text_type: str, model_type: str, changes: dict[str, Any] | None = None, **small: Any) -> Any:
+def several_kinds(
+    text_type: str, model_type: str, changes: dict[str, Any] | None = None, tied: bool = False, **small: Any
+) -> Any:
     from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
     kind = CONFIG_MAPPING[model_type]
     vision = type(kind().vision_config)(**small)
-    config = kind(
-        text_config=tiny_config(text_type, **(changes or {})), vision_config=vision, tie_word_embeddings=False
-    )
+    config = kind(text_config=tiny_config(text_type, **(changes or {})), vision_config=vision, tie_word_embeddings=tied)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     randomise(model, 0)
     return model
@@ -239,6 +239,20 @@ def test_of_a_checkpoint_with_vision_the_language_model_is_loaded_alone(model_ty
     prompt = prompt_of(30)
     greedy = Greedy(engine, TransformersEngine(noisy(engine.model)), 4)
     assert greedy.say(prompt, TOKENS) == alone(model, prompt, TOKENS)
+
+
+def test_a_config_may_name_the_text_parts_values_beside_those_of_vision(tmp_path: Path) -> None:
+    """As those of Qwen 2 and 2.5 VL do. The smaller ones have no projection: it is their embedding."""
+    model = several_kinds("qwen2_5_vl_text", "qwen2_5_vl", tied=True, **VISION["qwen3_vl"])
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    whole = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**whole.pop("text_config"), **whole}), encoding="utf-8")
+    prompt = prompt_of(30)
+    expected = alone(model, prompt, TOKENS)
+    engine = loaded(tmp_path)
+    assert type(engine.model).__name__ == "Qwen2ForCausalLM"
+    assert Greedy(engine, None).say(prompt, TOKENS) == expected
 
 
 def test_the_dtype_of_a_checkpoint_with_vision_is_that_of_its_language_model(tmp_path: Path) -> None:

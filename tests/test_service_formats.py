@@ -264,6 +264,52 @@ def test_what_is_no_call_stays_text(shown: str, answer: str) -> None:
         assert sorted_out(read(reading, pieces)) == (answer, "", [])
 
 
+def tagged(city: str) -> str:
+    return f"<function=weather>\n<parameter=city>\n{city}\n</parameter>\n</function>"
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_call_may_lack_the_mark_before_it(size: int) -> None:
+    """Qwen 3 Coder often leaves it out, mostly behind a sentence."""
+    rome, oslo, end = ("weather", {"city": "Rome"}), ("weather", {"city": "Oslo"}), "</tool_call>"
+    for answer, text, calls in (
+        (f"Let me look.\n\n{tagged('Rome')}\n{end}", "Let me look.", [rome]),
+        (f"{tagged('Rome')}\n", "", [rome]),
+        (f"{tagged('Rome')}\n{tagged('Oslo')}", "", [rome, oslo]),
+        (f"{tagged('Rome')}\n{end}\n{tagged('Oslo')}\n{end}", "", [rome, oslo]),
+        (f"{tagged('Rome')}\n{end}\n<tool_call>\n{tagged('Oslo')}\n{end}", "", [rome, oslo]),
+        (tagged("</function>"), "", [("weather", {"city": "</function>"})]),
+        (f"Write {tagged('Rome')} for it.", f"Write {tagged('Rome')} for it.", []),
+        ("The tag <function=weather> is", "The tag <function=weather> is", []),
+        (tagged("Rome")[:-12], tagged("Rome")[:-12], []),
+        (tagged("Rome").replace("weather", "nobody"), tagged("Rome").replace("weather", "nobody"), []),
+    ):
+        pieces = [answer[at : at + size] for at in range(0, len(answer), size)]
+        assert sorted_out(read(Reading(format_of(QWEN), tuple(TOOLS)), pieces)) == (text, "", calls), answer
+
+
+@pytest.mark.parametrize(
+    ("shown", "call"),
+    [
+        (f"{QWEN} <think> </think>", f"<tool_call>\n{tagged('Oslo')}\n</tool_call>"),
+        ("<tool_call> <think>", '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'),
+    ],
+    ids=["Qwen 3.5", "Qwen 3"],
+)
+@pytest.mark.parametrize("partial", [False, True])
+def test_an_answer_that_ends_with_a_call_within_its_thinking_calls(shown: str, call: str, partial: bool) -> None:
+    def found(answer: str) -> tuple[str, str, list[tuple[str, Any]]]:
+        reader = Reading(format_of(shown), tuple(TOOLS)).reader(partial)
+        return sorted_out([part for letter in answer for part in reader.feed(letter)] + reader.finish())
+
+    text, thoughts, calls = found(f"<think>\nWhere? {call} or {call}\n{call}\n")
+    assert (text, calls) == ("", [OSLO, OSLO])
+    assert thoughts.startswith("Where? ")
+    assert found(f"<think>\n{call}, perhaps")[2] == []
+    assert found(f"<think>\n{call}\n</think>\n\nNo.")[::2] == ("No.", [])
+    assert found(f"<think>\n{call.replace('weather', 'nobody')}")[2] == []
+
+
 def test_a_call_that_is_whole_needs_no_mark_after_it() -> None:
     answer = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>"
     found = sorted_out(read(Reading(format_of(QWEN), tuple(TOOLS)), [answer]))

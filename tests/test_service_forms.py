@@ -80,6 +80,15 @@ def test_a_user_who_speaks_behind_a_tool_or_twice_in_a_row() -> None:
     assert rendered(twice, tokenizer(IN_TURNS)) == "[user] A\n\nB\n[assistant] C\n[user] D\n"
 
 
+def test_a_template_without_system_messages_gets_them_from_the_user() -> None:
+    """As Gemma 2's."""
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    body = chat(("system", "A"), ("user", "B"), ("assistant", "C"), ("system", "D"), ("user", "E"))
+    assert rendered(body, tokenizer(refuses + IN_TURNS)) == "[user] A\n\nB\n[assistant] C\n[user] D\n\nE\n"
+    with pytest.raises(RefusedChatError, match="System role not supported"):
+        rendered(chat(("system", "A"), ("assistant", "B")), tokenizer(refuses + "{{ raise_exception('never') }}"))
+
+
 def test_a_template_that_takes_no_form_says_why_it_refuses_the_chat_as_it_is() -> None:
     with pytest.raises(RefusedChatError, match="roles must alternate"):
         rendered(chat(("assistant", "A"), ("assistant", "B")), tokenizer(IN_TURNS))

@@ -7,6 +7,7 @@ text.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -56,6 +57,11 @@ class Reading:
         regions = tuple(region for region in self.format.regions if region.kind != "thought")
         return replace(self, format=replace(self.format, regions=regions), begun=None)
 
+    def shown(self, text: str) -> str:
+        """The visible part of a whole answer."""
+        reader = self.reader()
+        return "".join(part for part in (*reader.feed(text), *reader.finish()) if isinstance(part, str))
+
     def reader(self, partial: bool = False) -> AnswerReader:
         """A reader for one answer. ``partial``: return a call while it is being written, if the format allows that."""
         return AnswerReader(self, partial)
@@ -89,6 +95,12 @@ def reading_of(
     return Reading(known, tuple(tools or ()), begun, most)
 
 
+def thinking_marks(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """The special tokens that mark the thinking in an answer without calls, by id. Without them the text of such an
+    answer does not tell its thinking from the rest."""
+    return reading_of(tokenizer, None).marks(tokenizer)
+
+
 class AnswerReader:
     """Reads one answer. Holds back text that may be the beginning of a mark, and trailing white space, until the
     following text decides."""
@@ -98,11 +110,13 @@ class AnswerReader:
         self._partial: PartialCall | None = None  # the call that is open
         self._format = reading.format
         self._regions = reading.regions
+        self._reading = reading
         self._types: Types = types_of(reading.tools)
         self._left = reading.most
         self._region = reading.begun
         self._text = ""  # not read yet
         self._body: list[str] = []  # the open call's text
+        self._thoughts: list[str] = []  # the text of the open thinking, if there may be calls
         self._before = ""  # text outside regions that is not shown (format not loose)
         self._space = ""  # held back: trailing white space, dropped if a region follows
         self._trim = reading.begun is not None  # drop the next leading white space
@@ -118,6 +132,7 @@ class AnswerReader:
     def finish(self) -> list[Part]:
         """The parts that were held back, at the end of the answer."""
         said = list(self._read(last=True))
+        said += self._calls_in_thinking()
         rest, self._space = self._space, ""
         if rest and not self._trim and self._region is None:
             said.append(rest)
@@ -138,7 +153,10 @@ class AnswerReader:
             elif region is None and not self._format.loose:
                 self._before += outside
             elif outside:
-                yield from self._show(outside, thought=region is not None and region.kind == "thought")
+                thought = region is not None and region.kind == "thought"
+                if thought and self._types:
+                    self._thoughts.append(outside)
+                yield from self._show(outside, thought)
             if region is None and mark:
                 self._region = next(r for r in self._regions if r.opens == mark)
                 if self._region.kind != "call":
@@ -150,6 +168,20 @@ class AnswerReader:
                 yield from self._close(region, mark)
             else:
                 return
+
+    def _calls_in_thinking(self) -> list[Part]:
+        """The calls with which an answer ends that has not ended its thinking, as Qwen 3.5 sometimes calls a tool. What
+        looks like one in thinking that goes on is none: models try calls out there."""
+        if self._region is None or self._region.kind != "thought":
+            return []
+        text, reading = "".join(self._thoughts), self._reading.without_thinking()
+        openings = [region.opens for region in reading.regions if region.kind == "call" and not region.bare]
+        for found in re.finditer("|".join(map(re.escape, openings)) or "(?!)", text):
+            reader = reading.reader()
+            parts = [*reader.feed(text[found.start() :]), *reader.finish()]
+            if parts and all(isinstance(part, Call) and part.name in self._types for part in parts):
+                return parts
+        return []
 
     def _begun(self, parts: Iterator[CallBegins | Arguments]) -> Iterator[Part]:
         """Pass on the parts of a call that is being written; drop white space before it."""
@@ -188,12 +220,15 @@ class AnswerReader:
         before, self._before = self._before, ""
         if region.kind != "call":
             self._space, self._trim = "", True
+            self._thoughts = []
             return
         body, self._body = "".join(self._body), []
         begun, self._partial = None if self._partial is None else self._partial.begun, None
         try:
             assert self._format.read is not None
             found = self._format.read(before, _with_body(region) + body, self._types, bool(mark))
+            if region.bare and any(isinstance(part, Call) and part.name not in self._types for part in found):
+                raise ValueError("no call of an offered tool")
         except (ValueError, KeyError, TypeError, RecursionError):  # the text between the marks is no call
             if begun is not None:  # parts were already returned, and cannot be taken back
                 self._count()
@@ -218,8 +253,8 @@ class AnswerReader:
 
 
 def _with_body(region: Region) -> str:
-    """The opening mark if it is part of the region's content, as for bare JSON, else empty."""
-    return region.opens if region.opens.startswith("{") else ""
+    """The opening mark if it is part of the region's contents, as for bare JSON, else empty."""
+    return region.opens if region.bare else ""
 
 
 def _earliest(text: str, marks: Sequence[str], last: bool) -> tuple[int, str]:

@@ -39,13 +39,15 @@ class Region:
     """A part of an answer between two marks.
 
     The first mark of ``closes`` ends it, and is removed unless it opens the next region. The end of the answer ends it
-    too. ``first``: it can only open at the beginning of an answer.
+    too. ``first``: it can only open at the beginning of an answer. ``bare``: a call without a mark before it: the text
+    that opens it is part of it, and it must be a call of an offered tool.
     """
 
     kind: Kind
     opens: str
     closes: tuple[str, ...] = ()
     first: bool = False
+    bare: bool = False
 
 
 # By tool name and parameter name: the types that the parameter may have; empty if the schema has none.
@@ -147,6 +149,7 @@ def _read_bare(before: str, body: str, types: Types, closed: bool) -> list[Call 
 # Qwen 3 Coder, Qwen 3.5 and later; GLM 4.5 and later. A value may contain such tags itself.
 _TAGGED = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>\s*)?\Z", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL)
+_BARE, _BETWEEN = "<function=", re.compile(r"(?<=</function>)\s*(?=<function=)")
 _NAME = re.compile(r"([^\s<{]+)\s*(<arg_key>.*)?\Z", re.DOTALL)
 _ARGUMENT = re.compile(
     r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>\n?(.*?)\n?</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL
@@ -172,6 +175,12 @@ def _read_tool_call(before: str, body: str, types: Types, closed: bool) -> list[
             known, pairs = types.get(name, {}), inner.findall(within)
             return [called(name, {key: typed(value, known.get(key, frozenset())) for key, value in pairs})]
     return _read_objects(before, body, types, closed)
+
+
+def _read_tagged(before: str, body: str, types: Types, closed: bool) -> list[Call | str]:
+    """Read the text between ``<tool_call>`` marks, or the calls behind a mark that Qwen 3 Coder has left out."""
+    calls = _BETWEEN.split(body) if body.startswith(_BARE) else [body]
+    return [part for call in calls for part in _read_tool_call(before, call, types, closed)]
 
 
 def _read_gemma(quote: str, before: str, body: str, types: Types, closed: bool) -> list[Call | str]:
@@ -290,6 +299,8 @@ FAMILIES: tuple[tuple[tuple[str, ...], Format], ...] = (
         ("<tool_call>", "<function="),  # Qwen 3 Coder, Qwen 3.5 and later
         replace(
             _TOOL_CALL,
+            regions=(*_TOOL_CALL.regions, Region("call", _BARE, ("</tool_call>",), bare=True)),
+            read=_read_tagged,
             layout=Layout(
                 f"<tool_call>\n{_TAGS}",
                 "</function>\n</tool_call>",
@@ -310,7 +321,7 @@ FAMILIES: tuple[tuple[tuple[str, ...], Format], ...] = (
     (
         ("<|start_header_id|>", "tool"),  # Llama 3.1 and later
         Format(
-            tuple(Region("call", opens, first=True) for opens in ("<|python_tag|>", "{")),
+            (Region("call", "<|python_tag|>", first=True), Region("call", "{", first=True, bare=True)),
             _read_bare,
             ("<|python_tag|>",),
             Layout("", key="parameters", between=None),

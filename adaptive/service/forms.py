@@ -1,9 +1,9 @@
 """Other forms of a chat, for chat templates that refuse it as it is.
 
 Templates raise errors for what clients send every day: system messages that are not the first (Qwen 3.5, Mistral),
-users who speak twice in a row or behind the result of a tool (Mistral), efforts of thinking that a model was not
-trained with (Mistral, Hunyuan). A message keeps its place in every form, so that a conversation that grows keeps the
-prefix whose cache is held.
+users who speak twice in a row or behind the result of a tool (Mistral), any system message (Gemma 2, Mistral's first),
+efforts of thinking that a model was not trained with (Mistral, Hunyuan). A message keeps its place in every form, so
+that a conversation that grows keeps the prefix whose cache is held.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ def _forms(chat: Chat) -> Iterator[Chat]:
     alternating = _alternating(one_system)
     if alternating != one_system:
         yield alternating
+    if alternating and alternating[0]["role"] == "system":
+        yield _alternating([{**alternating[0], "role": "user"}, *alternating[1:]])
 
 
 def _one_system(chat: Chat) -> Chat:

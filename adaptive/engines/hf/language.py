@@ -50,9 +50,10 @@ def language_config(config: Any) -> Any:
 
 
 def is_part(folder: Path, config: Any) -> bool:
-    """Whether ``config`` describes only the language model of the checkpoint in ``folder``."""
+    """Whether ``config`` describes only the language model of the checkpoint in ``folder``. The config of the whole may
+    name the text part's values beside those of vision, as published ones of Qwen 2 and 2.5 VL do."""
     whole = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return bool(whole.get("model_type") != config.model_type and "text_config" in whole)
+    return whole.get("model_type") != config.model_type and not {"text_config", "vision_config"}.isdisjoint(whole)
 
 
 def weight_names(folder: Path) -> set[str]:
