@@ -206,11 +206,16 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def go_on(self, step: Callable[[], bool]) -> None:
-        """Repeat ``step`` until ``stop`` is called or it returns False."""
+        """Repeat ``step`` until ``stop`` is called or it returns False. Does nothing while there can be no more
+        threads."""
         with self._wake:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="drafts ahead", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="drafts ahead", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    return
+                self._thread = thread
             self._step = step
             self._wake.notify()
 
