@@ -168,10 +168,14 @@ class Remote:
         with self._lock:
             if not self.ready:
                 return None
-            self._busy = True
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="draft server", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="draft server", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # there can be no more threads now
+                    return None
+                self._thread = thread
+            self._busy = True
         call = Call(body)
         self._calls.put(call)
         return call

@@ -1,10 +1,11 @@
-"""A process that runs short of memory or of file descriptors, or cannot read a file, for the length of a ``with``
-block."""
+"""A process that runs short of memory, of file descriptors or of threads, or cannot read a file, for the length of a
+``with`` block."""
 
 from __future__ import annotations
 
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,16 @@ def short_of_files(left: int) -> Iterator[None]:
         for descriptor in held:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@contextmanager
+def short_of_threads() -> Iterator[None]:
+    """Let no thread begin."""
+    before = threading.stack_size(1 << 46)  # more than there is address space
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
 
 
 @contextmanager

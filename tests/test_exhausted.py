@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -20,14 +20,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import BUNDLED
+from draft_servers import served_here
 from rich.console import Console
 from safetensors.numpy import save_file
 from service_server import Server
-from shortages import replaced_by_a_folder, short_of_files, short_of_memory
+from shortages import replaced_by_a_folder, short_of_files, short_of_memory, short_of_threads
 from test_service_learning import ask, publish_random_adapter, until
 
 from adaptive import draft_server, swapper
 from adaptive.draft_server import Drafts, Promoted
+from adaptive.drafting.ahead import Worker
 from adaptive.engines.hf.lora import read_lora
 from adaptive.engines.load import load_engine
 from adaptive.errors import AdaptiveError
@@ -36,8 +38,11 @@ from adaptive.opened import OpenedPair
 from adaptive.pair import draft_alone
 from adaptive.records.features import FeatureSpool
 from adaptive.records.log import Log
+from adaptive.remote import Remote
 from adaptive.settings import load_settings
 from adaptive.types import SamplingParams, StopParams
+from adaptive.vocabulary import Vocabulary
+from adaptive.wire import Asked
 from checkpoints.manifest import BaseDraft, Manifest, TrainedOn
 from checkpoints.store import AdapterStore, NewAdapter
 from cli.opened import open_pair
@@ -165,15 +170,6 @@ def test_weights_for_which_there_is_no_file_descriptor_are_not_said_to_be_missin
         read_lora(folder)
 
 
-@contextmanager
-def short_of_threads() -> Iterator[None]:
-    before = threading.stack_size(1 << 46)  # more than there is address space
-    try:
-        yield
-    finally:
-        threading.stack_size(before)
-
-
 def test_an_adapter_for_whose_reader_there_is_no_thread_comes_into_use_later(
     session: OpenedPair, said: io.StringIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +184,35 @@ def test_an_adapter_for_whose_reader_there_is_no_thread_comes_into_use_later(
     assert session.assistant.adapter is None
     assert session.swapper.use_promoted()
     assert session.assistant.adapter == name
+
+
+def test_without_a_thread_nothing_is_drafted_ahead_until_there_is_one() -> None:
+    worker, stepped = Worker(), threading.Event()
+
+    def step() -> bool:
+        stepped.set()
+        return False
+
+    with short_of_threads():
+        worker.go_on(step)
+    assert not worker.stop()
+    worker.go_on(step)
+    assert stepped.wait(10)
+
+
+def test_a_draft_server_for_whose_requests_there_is_no_thread_is_asked_later() -> None:
+    settings = load_settings({"draft": str(BUNDLED / "draft"), "dtype": "float32"})
+    engine = load_engine(draft_alone(settings)[0], settings, "cpu", lambda share: None, draft=True)
+    asked = Asked("it", 0, [3, 4, 5], 1, False, engine.vocab_size, SamplingParams())
+    with served_here(engine, Vocabulary(tokens={}, probe=[])) as url:
+        remote = Remote(url, None)
+        with short_of_threads():
+            assert remote.ask(lambda whole: asked.to_bytes()) is None
+        assert remote.ready
+        call = remote.ask(lambda whole: asked.to_bytes())
+        assert call is not None
+        assert call.done.wait(30)
+        assert call.answer is not None
 
 
 def test_a_garbled_current_is_mended_though_the_first_look_at_it_failed(session: OpenedPair, tmp_path: Path) -> None:

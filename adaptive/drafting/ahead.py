@@ -112,10 +112,12 @@ class GuessAhead(ModelDrafter):
         return sum(map(size_of, self._rows))
 
     def rollback(self, length: int) -> None:
-        """Drop rejected tokens and everything drafted behind them. If the guess has come true, everything stays."""
+        """Drop rejected tokens and everything drafted behind them. If the guess has come true, everything stays until
+        others have drafted: then the text behind the guess is not the one in the cache."""
         if not (length >= len(self._text) and self._guessed(self._given)):
+            stands = min(length, len(self._text)) if self._ahead else length
             self._ahead, self._rows = [], []
-            super().rollback(length)
+            super().rollback(stands)
 
 
 class TreeAhead(TreeDrafter):
@@ -141,6 +143,12 @@ class TreeAhead(TreeDrafter):
         tree = self._grown(committed, length, known)
         self._tree, self._text = tree, list(committed)
         return tree.proposal()
+
+    def feed(self, committed: list[int], most: int) -> None:
+        """See ``ModelDrafter``. What is fed drops the tree from the cache, and is not to be kept as the text before
+        it."""
+        self._tree, self._expects = None, False
+        super().feed(committed, most)
 
     def _continued(self, committed: list[int], length: int) -> Tree | None:
         """The part of the last tree behind the committed text; the cache keeps the tree's tokens that are in the text.
@@ -206,11 +214,16 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def go_on(self, step: Callable[[], bool]) -> None:
-        """Repeat ``step`` until ``stop`` is called or it returns False."""
+        """Repeat ``step`` until ``stop`` is called or it returns False. Does nothing while there can be no more
+        threads."""
         with self._wake:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="drafts ahead", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="drafts ahead", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    return
+                self._thread = thread
             self._step = step
             self._wake.notify()
 
