@@ -43,7 +43,7 @@ class Forked:
             files = [one if isinstance(one, int) else one.fileno() for one in given]
             _send(_fork_server(), json.dumps(order).encode(), [*files, theirs])
         os.close(theirs)
-        self.pid = int.from_bytes(os.read(self._watcher, NUMBER), "big")
+        self.pid = self._told()
 
     def poll(self) -> int | None:
         """The exit status if it has ended (below zero: the signal that ended it), else None."""
@@ -56,11 +56,15 @@ class Forked:
         if self.returncode is None:
             if not select.select([self._watcher], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("adaptive", timeout or 0.0)
-            said = os.read(self._watcher, NUMBER)
-            assert len(said) == NUMBER, "the process that watches this command has ended"
+            self.returncode = self._told()
             os.close(self._watcher)
-            self.returncode = int.from_bytes(said, "big", signed=True)
         return self.returncode
+
+    def _told(self) -> int:
+        """The next number from the process that watches the command."""
+        said = os.read(self._watcher, NUMBER)
+        assert len(said) == NUMBER, "the fork server, or the process that watches this command, has ended"
+        return int.from_bytes(said, "big", signed=True)
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
@@ -168,7 +172,7 @@ def _become_the_command(streams: list[int], watcher: int) -> None:
         for one in (*streams, 0, 1, 2):
             os.close(one)
         with contextlib.suppress(BrokenPipeError):
-            os.write(watcher, command.to_bytes(NUMBER, "big"))
+            os.write(watcher, command.to_bytes(NUMBER, "big", signed=True))
             _, status = os.waitpid(command, 0)
             os.write(watcher, os.waitstatus_to_exitcode(status).to_bytes(NUMBER, "big", signed=True))
         os._exit(0)
