@@ -143,19 +143,25 @@ def test_what_was_drafted_ahead_leaves_nothing_behind(
         known.rollback(len(committed) - 1)
 
 
+def guessed_rightly(draft: TransformersEngine) -> tuple[AllAhead, list[int]]:
+    """A drafter whose guess of what follows its proposal has come true, and the text with that token."""
+    ahead, committed = drafter_of(GuessAhead, draft, GREEDY, VOCAB), list(PROMPT)
+    proposal = ahead.propose(committed, 3)
+    assert proposal is not None
+    committed += proposal.tokens
+    committed.append(int(draft.sequence().extend(committed, 1).argmax()))  # what the draft guesses
+    ahead.rollback(len(committed) - 1)
+    return ahead, committed
+
+
 @pytest.mark.parametrize("advise", [None, lambda position, confidence: Advice.MORE], ids=["alone", "advised"])
 @pytest.mark.parametrize("others", [0, 1, 5])
 def test_a_right_guess_leaves_nothing_behind_when_others_make_the_next_rounds(
     models: tuple[TransformersEngine, TransformersEngine], others: int, advise: Any
 ) -> None:
     """History, say, drafts them, or nobody: nothing is rolled back then."""
-    draft, committed = models[1], list(PROMPT)
-    ahead = drafter_of(GuessAhead, draft, GREEDY, VOCAB)
-    proposal = ahead.propose(committed, 3)
-    assert proposal is not None
-    committed += proposal.tokens
-    committed.append(int(draft.sequence().extend(committed, 1).argmax()))  # what the draft guesses
-    ahead.rollback(len(committed) - 1)
+    draft = models[1]
+    ahead, committed = guessed_rightly(draft)
     assert ahead.drafter.sequence.length > len(committed)
     committed += [6, 5, 4, 3, 2][:others]
     found = ahead.drafter.propose(committed, 3, advise)

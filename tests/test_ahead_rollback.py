@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_ahead import GREEDY, KINDS, AllAhead, drafter_of
+from test_ahead import GREEDY, KINDS, AllAhead, drafter_of, guessed_rightly
 from test_lossless_sampled import PROMPT, VOCAB, models
 
-from adaptive.drafting.ahead import GuessAhead
 from adaptive.engines.hf.engine import TransformersEngine
 
 assert models  # a fixture
@@ -20,13 +19,8 @@ def test_a_right_guess_leaves_nothing_behind_when_others_end_the_answer(
     models: tuple[TransformersEngine, TransformersEngine], others: int
 ) -> None:
     """As a plain round does for the last token of an answer: the next one goes on with this cache."""
-    draft, committed = models[1], list(PROMPT)
-    ahead = drafter_of(GuessAhead, draft, GREEDY, VOCAB)
-    proposal = ahead.propose(committed, 3)
-    assert proposal is not None
-    committed += proposal.tokens
-    committed.append(int(draft.sequence().extend(committed, 1).argmax()))  # what the draft guesses
-    ahead.rollback(len(committed) - 1)
+    draft = models[1]
+    ahead, committed = guessed_rightly(draft)
     guessed = ahead.drafter._ahead[1]
     committed += [(guessed + 1) % VOCAB, 5, 4, 3, 2][:others]
     ahead.rollback(len(committed))

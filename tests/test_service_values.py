@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel
-from test_service_formats import FAMILIES, allowed, read, sorted_out, tokenizer
+from test_forced_calls import allowed
+from test_service_formats import FAMILIES, read, sorted_out, tokenizer
 
 from adaptive.errors import AdaptiveError
 from adaptive.service.calls import Reading, reading_of

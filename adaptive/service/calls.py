@@ -253,7 +253,7 @@ class AnswerReader:
 
 
 def _with_body(region: Region) -> str:
-    """The opening mark if it is part of the region's contents, as for bare JSON, else empty."""
+    """The opening mark if it is part of the region's content, as for bare JSON, else empty."""
     return region.opens if region.bare else ""
 
 
