@@ -102,7 +102,7 @@ def grown(
     write them."""
     validation = max(4, len(said) // 10)
     began = time.process_time()
-    result = fit(student, said[:-validation], lambda: acceptance_rate(student.replay(said[-validation:])), recipe)
+    result = fit(student, said[:-validation], lambda _: acceptance_rate(student.replay(said[-validation:])), recipe)
     seconds = time.process_time() - began
     assert result.best is not None
     student.restore(result.best)

@@ -232,7 +232,7 @@ def adapted(folder: Path, texts: list[Text]) -> Any:
     ]
     held_out = found[len(found) * 4 // 5 :]
     result = fit(
-        model, found[: len(found) * 4 // 5], lambda: acceptance_rate(replay(model, held_out)), Recipe(epochs=8)
+        model, found[: len(found) * 4 // 5], lambda _: acceptance_rate(replay(model, held_out)), Recipe(epochs=8)
     )
     assert result.best is not None, "the distillation taught the draft nothing"
     restore(model, result.best)
