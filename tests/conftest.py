@@ -22,8 +22,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The only certificate authority that clients trust, since no test reaches another machine: each client of httpx reads the
-# file anew, which with all public authorities takes 25 ms.
+# The only certificate authority that clients trust, since no test reaches another machine: each client of httpx reads
+# the file anew, which with all public authorities takes 25 ms.
 os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "authority.pem")
 
 # No test has a deadline: the machine may be busy.
