@@ -23,7 +23,7 @@ from adaptive.service.dialects.llama_server import add_llama_server
 from adaptive.service.dialects.messages import add_messages
 from adaptive.service.dialects.responses import add_responses
 from adaptive.service.engine import EngineThread
-from adaptive.service.errors import REFUSALS, RETRY_AFTER, error_object, error_response, refusal_of
+from adaptive.service.errors import REFUSALS, RETRY_AFTER, DetailedError, error_object, error_response, refusal_of
 from adaptive.service.guard import Guard
 from adaptive.service.jobs import NotReadyError, QueueFullError
 from adaptive.speculation import growing, who_drafts
@@ -146,7 +146,9 @@ def _errors(app: FastAPI, api: Api) -> None:
     Handler = Callable[[Request, Any], Awaitable[Response]]  # noqa: N806 - a type
 
     async def mistake(request: Request, error: AdaptiveError) -> Response:
-        return refuse(request, 400, str(error))
+        details = error.details if isinstance(error, DetailedError) else None
+        api.metrics.refused(400)
+        return error_response(request.url.path, 400, str(error), details=details)
 
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return refuse(request, *refusal_of(error.errors(), error.body))
