@@ -375,7 +375,9 @@ class ResponseWriter:
         else:
             item = {"id": f"msg_{name}_{number}", "type": kind, "role": "assistant", "status": "in_progress"}
         place = self._place_of(item)
-        part = {"type": place.type, "text": "", **({"annotations": []} if place is TEXT else {}), **_more(place)}
+        part: dict[str, Any] = {"type": place.type, "text": ""}
+        if place is TEXT:
+            part.update(annotations=[], logprobs=[])
         item[place.field] = []
         yield self._added(item)
         item[place.field] = [part]
