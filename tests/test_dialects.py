@@ -116,11 +116,16 @@ def test_what_a_model_thinks_is_told_apart(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "What swims?"}]
     asked: Any = {"model": "any", "messages": messages, "max_tokens": 12, "temperature": 0}
     thinking: Any = {**asked, "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
-    whole: Any = client.chat.completions.create(**thinking).choices[0].message
+    answered: Any = client.chat.completions.create(**thinking)
+    whole = answered.choices[0].message
     assert not whole.content
-    chunks: Any = client.chat.completions.create(**thinking, stream=True)
-    streamed = "".join(getattr(c.choices[0].delta, "reasoning_content", None) or "" for c in chunks)
+    assert answered.usage.completion_tokens_details.reasoning_tokens in (11, 12)  # of 12, tokenized again
+    chunks: Any = list(client.chat.completions.create(**thinking, stream=True, stream_options={"include_usage": True}))
+    streamed = "".join(getattr(c.choices[0].delta, "reasoning_content", None) or "" for c in chunks[:-1])
     assert streamed == whole.reasoning_content
+    assert chunks[-1].usage.completion_tokens_details == answered.usage.completion_tokens_details
+    plain: Any = client.chat.completions.create(**asked)
+    assert plain.usage.completion_tokens_details.reasoning_tokens == 0
     effort = client.chat.completions.create(**asked, reasoning_effort="none").choices[0].message
     assert effort.content == client.chat.completions.create(**asked).choices[0].message.content
 

@@ -24,6 +24,15 @@ ANTHROPIC = {
 ANTHROPIC_PATHS = "/v1/messages"
 # Seconds after which a client should retry after 429 or 503: about the time of one answer.
 RETRY_AFTER = {"Retry-After": "2"}
+# What to do about a path that does not exist, by its beginning: most often the base URL in the client is not right.
+WRONG_BASES = {
+    "/v1/v1/": "the client's base URL should be the server's address without /v1",
+    "/api/": "Ollama's API is not served; use OpenAI's, whose base URL is the server's address with /v1",
+    **dict.fromkeys(
+        ("/chat/completions", "/responses", "/completions", "/messages", "/models", "/embeddings"),
+        "the client's base URL should be the server's address with /v1",
+    ),
+}
 # Parts of the place of pydantic's error that name an alternative of a union, such as ``constrained-str``, and no field.
 ALTERNATIVE = re.compile(r".*[\[-].*|str|int|float|bool")
 
@@ -100,6 +109,11 @@ def error_response(
 ) -> JSONResponse:
     """The response to a refused request of ``path``. ``details``: see ``DetailedError``."""
     return JSONResponse(error_object(status, message, param, path, details), status, headers)
+
+
+def advice(path: str) -> str:
+    """What to do about a ``path`` that does not exist, after a semicolon; empty if that is not known."""
+    return next((f"; {said}" for beginning, said in WRONG_BASES.items() if path.startswith(beginning)), "")
 
 
 def refusal_of(errors: Sequence[Any], body: Any) -> tuple[int, str, str | None]:

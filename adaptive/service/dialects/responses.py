@@ -11,7 +11,7 @@ from pydantic import Field
 from adaptive.errors import AdaptiveError
 from adaptive.service.api import Api
 from adaptive.service.calls import AnswerReader, Part, Thought
-from adaptive.service.figures import figures
+from adaptive.service.figures import figures, tokens_of
 from adaptive.service.formats import Call
 from adaptive.service.items import KeptItems
 from adaptive.service.jobs import Answer, Failed, Piece
@@ -437,7 +437,7 @@ class ResponseWriter:
     def _thought_tokens(self) -> int:
         """The number of tokens of the thinking, by tokenizing its text again."""
         texts = [item[self._thought.field][0]["text"] for item in self._items if item["type"] == "reasoning"]
-        return sum(len(self._served.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        return tokens_of(texts, self._served.tokenizer)
 
 
 def _more(place: _Place) -> dict[str, Any]:
