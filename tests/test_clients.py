@@ -15,8 +15,10 @@ import time
 import venv
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import openai
 import pytest
 import torch
 from conftest import DIALECTS_KEY
@@ -67,6 +69,18 @@ def test_llm_asks_the_server_by_the_settings_of_its_page(dialects: Server, tmp_p
     assert last(dialects).messages[-1].content == QUESTION
     assert json.loads(said) == json.loads(last(dialects).text)
     assert isinstance(json.loads(said)["warm"], bool)
+
+
+def test_a_wrong_base_url_is_said(dialects: Server) -> None:
+    asked: Any = {"model": "any", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4}
+    with pytest.raises(openai.NotFoundError, match="the server's address with /v1"):
+        openai.OpenAI(base_url=dialects.url, api_key=DIALECTS_KEY).chat.completions.create(**asked)
+    with dialects.http() as http:
+        for path, said in (("/v1/v1/messages", "address without /v1"), ("/api/chat", "Ollama's API is not served")):
+            answer = http.post(path, json=asked)
+            assert answer.status_code == 404
+            assert said in answer.json()["error"]["message"]
+        assert http.post("/elsewhere", json=asked).json()["error"]["message"] == "POST /elsewhere: Not Found"
 
 
 def environment_of(folder: Path, package: str) -> Path:

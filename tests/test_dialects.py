@@ -116,11 +116,16 @@ def test_what_a_model_thinks_is_told_apart(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "What swims?"}]
     asked: Any = {"model": "any", "messages": messages, "max_tokens": 12, "temperature": 0}
     thinking: Any = {**asked, "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
-    whole: Any = client.chat.completions.create(**thinking).choices[0].message
+    answered: Any = client.chat.completions.create(**thinking)
+    whole = answered.choices[0].message
     assert not whole.content
-    chunks: Any = client.chat.completions.create(**thinking, stream=True)
-    streamed = "".join(getattr(c.choices[0].delta, "reasoning_content", None) or "" for c in chunks)
+    assert answered.usage.completion_tokens_details.reasoning_tokens in (11, 12)  # of 12, tokenized again
+    chunks: Any = list(client.chat.completions.create(**thinking, stream=True, stream_options={"include_usage": True}))
+    streamed = "".join(getattr(c.choices[0].delta, "reasoning_content", None) or "" for c in chunks[:-1])
     assert streamed == whole.reasoning_content
+    assert chunks[-1].usage.completion_tokens_details == answered.usage.completion_tokens_details
+    plain: Any = client.chat.completions.create(**asked)
+    assert plain.usage.completion_tokens_details.reasoning_tokens == 0
     effort = client.chat.completions.create(**asked, reasoning_effort="none").choices[0].message
     assert effort.content == client.chat.completions.create(**asked).choices[0].message.content
 
@@ -268,6 +273,48 @@ def test_what_a_response_thought_is_an_item_and_goes_back(client: openai.OpenAI)
     assert respond(client, input=again).status in ("completed", "incomplete")
 
 
+def test_who_asks_for_a_summary_of_the_thinking_gets_all_of_it(client: openai.OpenAI) -> None:
+    (thought,) = respond(client, reasoning={"effort": "high"}).output
+    asked: Any = {"effort": "high", "summary": "auto"}
+    whole = respond(client, reasoning=asked)
+    (item,) = whole.output
+    assert (item.summary[0].text, item.content) == (thought.content[0].text, None)
+    assert (whole.reasoning.summary, whole.usage.output_tokens_details.reasoning_tokens > 0) == ("auto", True)
+    events = list(respond(client, reasoning=asked, stream=True))
+    said = [event.delta for event in events if event.type == "response.reasoning_summary_text.delta"]
+    assert "".join(said) == item.summary[0].text
+    assert {event.summary_index for event in events if "summary" in event.type} == {0}
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[2:5] == ["output_item.added", "reasoning_summary_part.added", "reasoning_summary_text.delta"]
+    assert kinds[-4:-1] == ["reasoning_summary_text.done", "reasoning_summary_part.done", "output_item.done"]
+
+
+def test_items_of_a_response_can_be_referred_to(client: openai.OpenAI, dialects: Server) -> None:
+    """As the AI SDK does with the thinking before a call, and with earlier messages."""
+    asked: list[Any] = [{"role": "user", "content": "How warm is it?"}]
+
+    def prompt_tokens(*items: Any) -> int:
+        return int(respond(client, input=[*asked, *items, {"role": "user", "content": "And?"}]).usage.input_tokens)
+
+    (thought,) = respond(client, input=asked, reasoning={"effort": "high"}).output
+    (message,) = respond(client, input=asked).output
+    choice: Any = {"type": "function", "name": "weather"}
+    (call,) = respond(client, input=asked, tools=[TOOL], tool_choice=choice, max_output_tokens=200).output
+    for item in (message, call):
+        reference = {"type": "item_reference", "id": item.id}
+        assert prompt_tokens(reference) == prompt_tokens(item.model_dump()) > prompt_tokens()
+    assert prompt_tokens({"type": "item_reference", "id": thought.id}) > 0
+    (unkept,) = respond(client, input=asked, store=False).output
+    with pytest.raises(openai.BadRequestError, match=f"no item '{unkept.id}' is kept"):
+        prompt_tokens({"type": "item_reference", "id": unkept.id})
+    with dialects.http() as http:  # what is forgotten cannot be referred to any more
+        (newest,) = http.get("/adaptive/answers", params={"limit": 1}).json()["answers"]
+        forgotten = http.delete(f"/adaptive/answers/{newest['id']}", headers={"content-type": "application/json"})
+        assert forgotten.status_code == 200, forgotten.text
+    with pytest.raises(openai.BadRequestError, match="is kept"):
+        prompt_tokens({"type": "item_reference", "id": message.id})
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -275,7 +322,8 @@ def test_what_a_response_thought_is_an_item_and_goes_back(client: openai.OpenAI)
         ({"background": True}, "while somebody waits"),
         ({"truncation": "auto"}, "shorten the input"),
         ({"tools": [{"type": "web_search"}]}, "run by OpenAI"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "not understood"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "no item 'x' is kept"),
+        ({"input": [{"type": "computer_call"}]}, "not understood"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "send text"),
         ({"include": ["file_search_call.results"]}, "is not served"),
         ({"prompt": {"id": "p"}}, "prompt is not served"),

@@ -115,6 +115,21 @@ def test_tools_are_called_and_their_results_read(client: Any) -> None:
     assert none.usage.input_tokens + none.usage.cache_read_input_tokens < counted[1]
 
 
+def test_a_tool_runner_sends_the_whole_conversation_as_the_server_keeps_none(client: Any) -> None:
+    def weather(place: Literal["Rome", "Oslo"]) -> str:
+        """How warm it is"""
+        return f"21 degrees in {place}"
+
+    one: Any = {"type": "any", "disable_parallel_tool_use": True}
+    asked: Any = {"model": "any", "messages": ASKED, "tools": [anthropic.beta_tool(weather)], "max_tokens": 200}
+    first, second = client.beta.messages.tool_runner(**asked, tool_choice=one, max_iterations=2)
+    assert [message.stop_reason for message in (first, second)] == ["tool_use", "tool_use"]
+    sizes = [m.usage.input_tokens + m.usage.cache_read_input_tokens for m in (first, second)]
+    assert sizes[1] > sizes[0] + 20  # with the call and its result
+    with pytest.raises(anthropic.BadRequestError, match="send the whole conversation"):
+        client.beta.messages.create(**{**asked, "tools": []}, extra_body={"thread": {"type": "create"}})
+
+
 def test_what_the_model_thinks_is_a_block_of_its_own(client: Any) -> None:
     thinking: Any = {"type": "enabled", "budget_tokens": 1024}
     (block,) = ask(client, thinking=thinking).content

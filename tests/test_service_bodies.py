@@ -6,6 +6,7 @@ import pytest
 
 from adaptive.errors import AdaptiveError
 from adaptive.service.dialects.responses import ResponsesRequest
+from adaptive.service.items import MOST_CHARACTERS, MOST_ITEMS, KeptItems
 from adaptive.service.schemas import ChatRequest
 
 
@@ -23,8 +24,22 @@ def test_thinking_belongs_to_what_comes_after_it() -> None:
             ],
         }
     )
-    said = [(m["role"], m.get("reasoning_content")) for m in body._messages()]
+    said = [(m["role"], m.get("reasoning_content")) for m in body._messages(KeptItems())]
     assert said == [("user", None), ("assistant", "A"), ("assistant", "B"), ("tool", None)]
+
+
+def test_kept_items_are_the_newest_that_fit() -> None:
+    kept = KeptItems()
+    items = [{"id": str(number), "type": "function_call", "arguments": "{}"} for number in range(MOST_ITEMS + 1)]
+    for item in items[:-1]:
+        kept.keep(item)
+    assert kept.find("0") is items[0]  # which counts as new again
+    kept.keep(items[-1])
+    assert kept.find("1") is None
+    assert kept.find("0") is items[0]
+    items[5]["arguments"] = "x" * MOST_CHARACTERS  # an item grows after it was kept
+    kept.keep({"id": "more", "type": "reasoning", "summary": [{"text": "a"}]})
+    assert [kept.find(name) is None for name in ("4", "5", "6", "more")] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("name", ["add_generation_prompt", "parse_special", "skip_special_tokens"])

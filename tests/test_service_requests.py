@@ -220,6 +220,7 @@ def test_an_answer_keeps_to_what_was_asked_for(client: openai.OpenAI) -> None:
     for options in (
         {"response_format": wrapped},
         {"response_format": {"type": "json_object", "schema": schema}},
+        {"response_format": {"type": "json_object", "value": {**schema, "additionalProperties": False}}},
         {"extra_body": {"json_schema": {**schema, "additionalProperties": False}}},
     ):
         said = chat(client, **options).choices[0]

@@ -118,6 +118,7 @@ async def _keep_off_the_log(api: Api, held: Held, session: str | None) -> None:
     """See to it that no request is recorded whose prompt holds one of the answers, nor a waiting or running one that
     belongs to the ``session``. Wait until those of their answers that have just ended are with the log's writer."""
     api.forgotten.append(held)
+    api.items.clear()
     running = [(work.job, work.answering) for work in api.engine.works]
     names = {job: answering.session for job, answering in running if answering is not None}
     found = set()

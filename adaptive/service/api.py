@@ -27,6 +27,7 @@ from adaptive.service.calls import Reading
 from adaptive.service.chats import prepare
 from adaptive.service.engine import EngineThread
 from adaptive.service.errors import RETRY_AFTER, error_response
+from adaptive.service.items import KeptItems
 from adaptive.service.jobs import Answer, Ask, Done, Event, Failed, Job, NotReadyError, Prompt
 from adaptive.service.metrics import Metrics
 from adaptive.service.schemas import ChatRequest, Common, CompletionRequest
@@ -50,8 +51,9 @@ class Api:
         self.trainer = trainer
         self.model = model_name(settings)
         self.leaving: Callable[[], bool] = lambda: False  # whether the server is stopping: ends endless streams
-        # Both are used on the event loop.
+        # These are used on the event loop.
         self.jobs: weakref.WeakSet[Job] = weakref.WeakSet()  # waiting, running and just ended
+        self.items = KeptItems()
         self.forgotten: list[Held] = []  # the answers deleted so far: a request that repeats one is not recorded
         self._tokenizer: PreTrainedTokenizerBase | None = None
 

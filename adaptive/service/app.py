@@ -23,7 +23,15 @@ from adaptive.service.dialects.llama_server import add_llama_server
 from adaptive.service.dialects.messages import add_messages
 from adaptive.service.dialects.responses import add_responses
 from adaptive.service.engine import EngineThread
-from adaptive.service.errors import REFUSALS, RETRY_AFTER, error_object, error_response, refusal_of
+from adaptive.service.errors import (
+    REFUSALS,
+    RETRY_AFTER,
+    DetailedError,
+    advice,
+    error_object,
+    error_response,
+    refusal_of,
+)
 from adaptive.service.guard import Guard
 from adaptive.service.jobs import NotReadyError, QueueFullError
 from adaptive.speculation import growing, who_drafts
@@ -146,7 +154,9 @@ def _errors(app: FastAPI, api: Api) -> None:
     Handler = Callable[[Request, Any], Awaitable[Response]]  # noqa: N806 - a type
 
     async def mistake(request: Request, error: AdaptiveError) -> Response:
-        return refuse(request, 400, str(error))
+        details = error.details if isinstance(error, DetailedError) else None
+        api.metrics.refused(400)
+        return error_response(request.url.path, 400, str(error), details=details)
 
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return refuse(request, *refusal_of(error.errors(), error.body))
@@ -163,8 +173,9 @@ def _errors(app: FastAPI, api: Api) -> None:
         return refuse(request, 500, "the server failed on this request; its log says why")
 
     async def plain(request: Request, error: HTTPException) -> Response:
-        where = f"{request.method} {request.url.path}: " if error.status_code in (404, 405) else ""
-        return refuse(request, error.status_code, f"{where}{error.detail}")
+        path, lost = request.url.path, error.status_code in (404, 405)
+        said = f"{request.method} {path}: {error.detail}{advice(path)}" if lost else str(error.detail)
+        return refuse(request, error.status_code, said)
 
     def refuse(
         request: Request, status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None

@@ -9,6 +9,8 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
+from adaptive.errors import AdaptiveError
+
 # Error types by status. Other statuses below 500 mean an invalid request, from 500 on a server error.
 OPENAI = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC = {
@@ -22,6 +24,15 @@ ANTHROPIC = {
 ANTHROPIC_PATHS = "/v1/messages"
 # Seconds after which a client should retry after 429 or 503: about the time of one answer.
 RETRY_AFTER = {"Retry-After": "2"}
+# What to do about a path that does not exist, by its beginning: most often the base URL in the client is not right.
+WRONG_BASES = {
+    "/v1/v1/": "the client's base URL should be the server's address without /v1",
+    "/api/": "Ollama's API is not served; use OpenAI's, whose base URL is the server's address with /v1",
+    **dict.fromkeys(
+        ("/chat/completions", "/responses", "/completions", "/messages", "/models", "/embeddings"),
+        "the client's base URL should be the server's address with /v1",
+    ),
+}
 # Parts of the place of pydantic's error that name an alternative of a union, such as ``constrained-str``, and no field.
 ALTERNATIVE = re.compile(r".*[\[-].*|str|int|float|bool")
 
@@ -42,10 +53,11 @@ class ErrorBody(BaseModel):
 
 
 class AnthropicProblem(BaseModel):
-    """The reason in words."""
+    """The reason in words, and for some errors in ``details`` for programs."""
 
     type: str
     message: str
+    details: dict[str, Any] | None = None
 
 
 class AnthropicError(BaseModel):
@@ -65,22 +77,43 @@ ANTHROPIC_REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def error_object(status: int, message: str, param: str | None = None, path: str = "") -> dict[str, Any]:
-    """The body of an error on this path."""
+class DetailedError(AdaptiveError):
+    """A mistake in a request to Anthropic's API. From ``details`` a client knows how to send the request instead."""
+
+    def __init__(self, message: str, details: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.details = details
+
+
+def error_object(
+    status: int, message: str, param: str | None = None, path: str = "", details: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The body of an error on this path. ``details``: see ``DetailedError``."""
     # A message may quote half of a surrogate pair that a client sent.
     said = message.encode("utf-8", errors="replace").decode("utf-8")
     if path.startswith(ANTHROPIC_PATHS):
         kind = ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": said}}
+        more = {} if details is None else {"details": details}
+        return {"type": "error", "error": {"type": kind, "message": said, **more}}
     kind = OPENAI.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": said, "type": kind, "param": param, "code": status}}
 
 
 def error_response(
-    path: str, status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None
+    path: str,
+    status: int,
+    message: str,
+    param: str | None = None,
+    headers: dict[str, str] | None = None,
+    details: dict[str, Any] | None = None,
 ) -> JSONResponse:
-    """The response to a refused request of ``path``."""
-    return JSONResponse(error_object(status, message, param, path), status, headers)
+    """The response to a refused request of ``path``. ``details``: see ``DetailedError``."""
+    return JSONResponse(error_object(status, message, param, path, details), status, headers)
+
+
+def advice(path: str) -> str:
+    """What to do about a ``path`` that does not exist, after a semicolon; empty if that is not known."""
+    return next((f"; {said}" for beginning, said in WRONG_BASES.items() if path.startswith(beginning)), "")
 
 
 def refusal_of(errors: Sequence[Any], body: Any) -> tuple[int, str, str | None]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from adaptive.records.stats import figures_object
 from adaptive.service.jobs import Answer
 
 
-def usage(answers: Sequence[Answer], n: int = 1) -> dict[str, Any]:
+def usage(answers: Sequence[Answer], n: int = 1, thought: int | None = None) -> dict[str, Any]:
     """Token counts. A prompt counts once for its ``n`` answers, and so do the tokens of it that the cache held when the
-    first of them began."""
+    first of them began. ``thought``: the tokens of thinking; None for answers without it."""
     first = [a for a in answers if a.index % n == 0]
     prompt = sum(a.prompt_tokens for a in first)
     completion = sum(len(a.tokens) for a in answers)
@@ -20,7 +22,13 @@ def usage(answers: Sequence[Answer], n: int = 1) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(a.timings.cached_n for a in first)},
+        **({} if thought is None else {"completion_tokens_details": {"reasoning_tokens": min(thought, completion)}}),
     }
+
+
+def tokens_of(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> int:
+    """The number of tokens of these texts, by tokenizing them again."""
+    return sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts if text)
 
 
 def figures(answers: Sequence[Answer]) -> dict[str, Any]:

@@ -165,18 +165,20 @@ class JsonSchema(LooseModel):
 
 
 class ResponseFormat(LooseModel):
-    """The required format of an answer's text. As in llama.cpp, ``json_object`` may have a ``schema``."""
+    """The required format of an answer's text. ``json_object`` may have a schema, as ``schema`` (as in llama.cpp) or
+    as ``value``, which clients of Hugging Face's servers send."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    value: dict[str, Any] | None = None
 
     def wanted(self) -> dict[str, Any] | None:
         """The required JSON schema; None for plain text. Raises AdaptiveError if it is missing."""
         if self.type == "text":
             return None
         if self.type == "json_object":
-            return self.schema_ or {"type": "object"}
+            return self.schema_ or self.value or {"type": "object"}
         if self.json_schema is None:
             raise AdaptiveError("response_format: json_schema is missing, with a name and a schema in it")
         return self.json_schema.schema_

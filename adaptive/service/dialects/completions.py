@@ -16,7 +16,7 @@ from adaptive.decoding.text import BROKEN
 from adaptive.service.api import Api
 from adaptive.service.calls import AnswerReader, Part, Thought
 from adaptive.service.errors import error_object
-from adaptive.service.figures import figures, usage
+from adaptive.service.figures import figures, tokens_of, usage
 from adaptive.service.formats import Call
 from adaptive.service.jobs import Answer, Failed, Piece
 from adaptive.service.partial import Arguments, CallBegins, CallBroken
@@ -44,13 +44,14 @@ def add_completions(app: FastAPI, api: Api) -> None:
 
 @dataclass
 class _Choice:
-    """The state of one answer: its calls so far, those of them that turned out to be none, and the characters of its
-    tokens so far."""
+    """The state of one answer: its calls so far, those of them that turned out to be none, the characters of its tokens
+    so far, and its thinking."""
 
     reader: AnswerReader
     calls: int = 0
     broken: int = 0
     offset: int = 0
+    thoughts: str = ""
 
 
 class Completion:
@@ -64,13 +65,14 @@ class Completion:
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """See ``Writer.whole``."""
-        choices = []
+        choices, thoughts = [], []
         for answer in sorted(answers, key=lambda a: a.index):
             said: dict[str, Any] = {"text": answer.text}
             reason = answer.finish_reason
             if self._chat:
                 reader = self._served.reading.reader()
                 message = _message(reader.feed(answer.text) + reader.finish())
+                thoughts.append(message.get("reasoning_content", ""))
                 said = {"message": message}
                 reason = ending(reason, "tool_calls" in message)
             logprobs = None
@@ -78,7 +80,8 @@ class Completion:
                 logprobs = self._logprobs(answer.tokens, answer.supervision)
             choices.append({"index": answer.index, **said, "logprobs": logprobs, "finish_reason": reason})
         kind = "chat.completion" if self._chat else "text_completion"
-        return {**self._head(kind), "choices": choices, "usage": usage(answers, self._served.n), **figures(answers)}
+        counts = {"usage": self._usage(answers, thoughts), **figures(answers)}
+        return {**self._head(kind), "choices": choices, **counts}
 
     def begin(self) -> Iterator[str]:
         """For a chat the first chunk of each answer, with the role: clients number the answers as they begin."""
@@ -109,13 +112,18 @@ class Completion:
     def end(self, answers: Sequence[Answer]) -> Iterator[str]:
         """The usage, if requested, and the end mark."""
         if self._options.include_usage:
-            counts = {"usage": usage(answers, self._served.n), **figures(answers)}
+            thoughts = [choice.thoughts for choice in self._choices.values()]
+            counts = {"usage": self._usage(answers, thoughts), **figures(answers)}
             yield data_line({**self._head(self._kind), "choices": [], **counts})
         yield "data: [DONE]\n\n"
 
     def failed(self, failed: Failed) -> Iterator[str]:
         """The error, as an event."""
         yield data_line(error_object(failed.status, failed.message))
+
+    def _usage(self, answers: Sequence[Answer], thoughts: Sequence[str]) -> dict[str, Any]:
+        thought = tokens_of(thoughts, self._served.tokenizer) if self._chat else None
+        return usage(answers, self._served.n, thought)
 
     @property
     def _kind(self) -> str:
@@ -145,6 +153,7 @@ class Completion:
                 continue
             elif isinstance(part, Thought):
                 said = {"delta": {"reasoning_content": part.text}}
+                choice.thoughts += part.text
             elif part or logprobs is not None:
                 said = self._said(part)
             else:

@@ -15,7 +15,7 @@ from adaptive.errors import AdaptiveError
 from adaptive.service.api import UNLIMITED, Api
 from adaptive.service.calls import AnswerReader, Part, Thought, arguments_of
 from adaptive.service.chats import encoded
-from adaptive.service.errors import ANTHROPIC_REFUSALS, error_object
+from adaptive.service.errors import ANTHROPIC_REFUSALS, DetailedError, error_object
 from adaptive.service.figures import figures
 from adaptive.service.formats import Call
 from adaptive.service.jobs import Answer, Failed, Piece
@@ -191,11 +191,17 @@ class MessagesRequest(RequestBody):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     metadata: Metadata | None = None
+    thread: dict[str, Any] | None = None
     store: bool | None = None  # not Anthropic's; as in OpenAI's requests
 
     def translated(self) -> ChatRequest:
         """The request as OpenAI's chat. Raises AdaptiveError for unsupported fields."""
         self.refuse_unknown()
+        if self.thread is not None:  # with these details, tool runners send the whole conversation instead
+            raise DetailedError(
+                "thread is not served: no message is kept to be gone on from; send the whole conversation",
+                {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+            )
         system = [{"role": "system", "content": said}] if (said := self._system()) else []
         config = self.output_config or OutputConfig()
         wanted = config.format or self.output_format

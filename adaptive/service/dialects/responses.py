@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from fastapi import FastAPI, Request, Response
 from pydantic import Field
@@ -11,8 +11,9 @@ from pydantic import Field
 from adaptive.errors import AdaptiveError
 from adaptive.service.api import Api
 from adaptive.service.calls import AnswerReader, Part, Thought
-from adaptive.service.figures import figures
+from adaptive.service.figures import figures, tokens_of
 from adaptive.service.formats import Call
+from adaptive.service.items import KeptItems
 from adaptive.service.jobs import Answer, Failed, Piece
 from adaptive.service.partial import Arguments, CallBegins, CallBroken
 from adaptive.service.schemas import (
@@ -55,9 +56,11 @@ def text_of(content: str | list[InputPart] | None) -> str:
 
 
 class InputItem(LooseModel):
-    """A message, a tool call, the result of one, or the model's thinking, according to ``type``."""
+    """A message, a tool call, the result of one, the model's thinking, or a reference to an item of a response before,
+    according to ``type``."""
 
     type: str = "message"
+    id: str | None = None
     role: str | None = None
     content: Text | list[InputPart] | None = None
     summary: list[InputPart] | None = None
@@ -108,9 +111,15 @@ class TextConfig(LooseModel):
 
 
 class Reasoning(LooseModel):
-    """How much the model thinks. A response has the thinking in full, and no summary of it."""
+    """How much the model thinks. A client that asks for a ``summary`` gets all of the thinking as one."""
 
     effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
+
+    @property
+    def summarised(self) -> bool:
+        """Whether thinking is given as a summary."""
+        return self.summary not in (None, "none")
 
 
 class ResponsesRequest(RequestBody):
@@ -140,8 +149,9 @@ class ResponsesRequest(RequestBody):
     conversation: str | dict[str, Any] | None = None
     background: bool | None = None
 
-    def translated(self) -> ChatRequest:
-        """The request as a chat. Raises AdaptiveError for unsupported fields."""
+    def translated(self, kept: KeptItems) -> ChatRequest:
+        """The request as a chat. Raises AdaptiveError for unsupported fields, and for references to items that are not
+        ``kept``."""
         self.refuse_unknown()
         self._refuse_memory()
         wanted = None if self.text is None or self.text.format is None else self.text.format.translated()
@@ -152,7 +162,7 @@ class ResponsesRequest(RequestBody):
             choice = {"type": "function", "function": {"name": choice.get("name")}}
         return chat_request(
             {
-                "messages": self._messages(),
+                "messages": self._messages(kept),
                 "max_tokens": self.max_output_tokens,
                 "stream": self.stream,
                 "temperature": self.temperature,
@@ -181,7 +191,7 @@ class ResponsesRequest(RequestBody):
             if more not in NOTHING_MORE:
                 raise AdaptiveError(f"include: {more[:64]!r} is not served")
 
-    def _messages(self) -> list[dict[str, Any]]:
+    def _messages(self, kept: KeptItems) -> list[dict[str, Any]]:
         """The input as messages. Calls and thinking become part of the adjacent message of the assistant."""
         said: list[dict[str, Any]] = []
         if self.instructions:
@@ -189,7 +199,7 @@ class ResponsesRequest(RequestBody):
         if isinstance(self.input, str):
             return [*said, {"role": "user", "content": self.input}]
         thoughts = ""
-        for item in self.input:
+        for item in (_referred(item, kept) for item in self.input):
             if item.type == "reasoning":
                 thoughts += text_of(item.content) or text_of(item.summary)
                 continue
@@ -211,15 +221,26 @@ class ResponsesRequest(RequestBody):
         return said
 
 
+def _referred(item: InputItem, kept: KeptItems) -> InputItem:
+    """The item itself, if it is a reference to one. Raises AdaptiveError if that is not ``kept``."""
+    if item.type != "item_reference":
+        return item
+    if (found := kept.find(item.id or "")) is None:
+        raise AdaptiveError(
+            f"input: no item {(item.id or '')[:64]!r} is kept; send items instead of references to them"
+        )
+    return InputItem.model_validate(found)
+
+
 def add_responses(app: FastAPI, api: Api) -> None:
     """Add ``/v1/responses`` to ``app``, and the paths of single responses, which are refused with a reason."""
 
     @app.post("/v1/responses", responses=COMPLETION, response_class=Response)
     async def respond(body: ResponsesRequest, request: Request) -> Response:
         def write(served: Served) -> ResponseWriter:
-            return ResponseWriter(served, body)
+            return ResponseWriter(served, body, None if body.store is False else api.items)
 
-        return await api.chat(body.translated(), request, write)
+        return await api.chat(body.translated(api.items), request, write)
 
     async def kept(name: str) -> Response:
         raise AdaptiveError("no response is kept by this server, so that none can be fetched, deleted or cancelled")
@@ -228,11 +249,28 @@ def add_responses(app: FastAPI, api: Api) -> None:
     app.delete("/v1/responses/{name}", include_in_schema=False)(kept)
 
 
-class ResponseWriter:
-    """Writes one response as a sequence of items: thinking, messages, tool calls."""
+class _Place(NamedTuple):
+    """Where an item has its text: in the first part of its ``field``. ``event``, ``opened`` and ``index`` are parts of
+    the names of events and of their fields."""
 
-    def __init__(self, served: Served, body: ResponsesRequest) -> None:
-        self._served, self._body = served, body
+    field: str
+    type: str
+    event: str
+    opened: str = "content_part"
+    index: str = "content_index"
+
+
+TEXT = _Place("content", "output_text", "output_text")
+THOUGHT = _Place("content", "reasoning_text", "reasoning_text")
+SUMMARY = _Place("summary", "summary_text", "reasoning_summary_text", "reasoning_summary_part", "summary_index")
+
+
+class ResponseWriter:
+    """Writes one response as a sequence of items: thinking, messages, tool calls. ``kept`` gets these items."""
+
+    def __init__(self, served: Served, body: ResponsesRequest, kept: KeptItems | None = None) -> None:
+        self._served, self._body, self._kept = served, body, kept
+        self._thought = SUMMARY if body.reasoning is not None and body.reasoning.summarised else THOUGHT
         self._reader: AnswerReader = served.reading.reader()
         self._items: list[dict[str, Any]] = []  # all items so far; the last one may still be open
         self._open = False
@@ -293,7 +331,7 @@ class ResponseWriter:
             "output": list(self._items),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+            "reasoning": (body.reasoning or Reasoning()).model_dump(),
             "store": False,  # responses cannot be fetched again; the log is not meant
             "temperature": body.temperature,
             "text": {"format": {"type": "text"}}
@@ -322,28 +360,36 @@ class ResponseWriter:
             if isinstance(part, CallBroken):
                 yield from self._close("incomplete")
                 continue
-            thought = isinstance(part, Thought)
             kind, text = ("reasoning", part.text) if isinstance(part, Thought) else ("message", part)
             if not self._open or self._items[-1]["type"] != kind:
                 yield from self._close("completed")
                 yield from self._opened(kind)
-            self._items[-1]["content"][0]["text"] += text
-            name = "response.reasoning_text.delta" if thought else "response.output_text.delta"
-            yield self._event(name, **self._place(), delta=text, **({} if thought else {"logprobs": []}))
+            place = self._place_of(self._items[-1])
+            self._items[-1][place.field][0]["text"] += text
+            yield self._event(f"response.{place.event}.delta", **self._part_place(place), delta=text, **_more(place))
 
     def _opened(self, kind: str) -> Iterator[str]:
         number, name = len(self._items), self._served.name
         if kind == "reasoning":
             item: dict[str, Any] = {"id": f"rs_{name}_{number}", "type": kind, "summary": [], "status": "in_progress"}
-            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
         else:
             item = {"id": f"msg_{name}_{number}", "type": kind, "role": "assistant", "status": "in_progress"}
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        self._items.append({**item, "content": []})
+        place = self._place_of(item)
+        part: dict[str, Any] = {"type": place.type, "text": ""}
+        if place is TEXT:
+            part.update(annotations=[], logprobs=[])
+        item[place.field] = []
+        yield self._added(item)
+        item[place.field] = [part]
+        yield self._event(f"response.{place.opened}.added", **self._part_place(place), part=part)
+
+    def _added(self, item: dict[str, Any]) -> str:
+        """Begin an item, which stays open."""
+        self._items.append(item)
         self._open = True
-        yield self._event("response.output_item.added", output_index=number, item=self._items[-1])
-        self._items[-1]["content"] = [part]
-        yield self._event("response.content_part.added", **self._place(), part=part)
+        if self._kept is not None:
+            self._kept.keep(item)
+        return self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
 
     def _close(self, status: str) -> Iterator[str]:
         """End the open item, if there is one."""
@@ -357,11 +403,10 @@ class ResponseWriter:
             yield self._event("response.function_call_arguments.done", **self._call_place(), **done)
             yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
             return
-        (part,) = item["content"]
-        name = "reasoning_text" if item["type"] == "reasoning" else "output_text"
-        more: dict[str, Any] = {} if item["type"] == "reasoning" else {"logprobs": []}
-        yield self._event(f"response.{name}.done", **self._place(), text=part["text"], **more)
-        yield self._event("response.content_part.done", **self._place(), part=part)
+        place = self._place_of(item)
+        (part,) = item[place.field]
+        yield self._event(f"response.{place.event}.done", **self._part_place(place), text=part["text"], **_more(place))
+        yield self._event(f"response.{place.opened}.done", **self._part_place(place), part=part)
         item["status"] = status
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
@@ -370,19 +415,20 @@ class ResponseWriter:
         yield from self._close("completed")
         number = len(self._items)
         item = {"type": "function_call", "id": f"fc_{self._served.name}_{number}", "call_id": call.id}
-        self._items.append({**item, "name": call.name, "arguments": "", "status": "in_progress"})
-        self._open = True
-        yield self._event("response.output_item.added", output_index=number, item=self._items[-1])
+        yield self._added({**item, "name": call.name, "arguments": "", "status": "in_progress"})
 
     def _arguments(self, text: str) -> Iterator[str]:
         self._items[-1]["arguments"] += text
         yield self._event("response.function_call_arguments.delta", **self._call_place(), delta=text)
 
+    def _place_of(self, item: dict[str, Any]) -> _Place:
+        return self._thought if item["type"] == "reasoning" else TEXT
+
     def _call_place(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
+    def _part_place(self, place: _Place) -> dict[str, Any]:
+        return {**self._call_place(), place.index: 0}
 
     def _event(self, kind: str, **fields: Any) -> str:
         number, self._events = self._events, self._events + 1
@@ -390,8 +436,13 @@ class ResponseWriter:
 
     def _thought_tokens(self) -> int:
         """The number of tokens of the thinking, by tokenizing its text again."""
-        texts = [item["content"][0]["text"] for item in self._items if item["type"] == "reasoning"]
-        return sum(len(self._served.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        texts = [item[self._thought.field][0]["text"] for item in self._items if item["type"] == "reasoning"]
+        return tokens_of(texts, self._served.tokenizer)
+
+
+def _more(place: _Place) -> dict[str, Any]:
+    """Fields that only visible text has."""
+    return {"logprobs": []} if place is TEXT else {}
 
 
 def _usage(answer: Answer, thought: int) -> dict[str, Any]:
