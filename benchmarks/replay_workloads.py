@@ -232,7 +232,7 @@ def adapted(folder: Path, texts: list[Text]) -> Any:
     ]
     held_out = found[len(found) * 4 // 5 :]
     result = fit(
-        model, found[: len(found) * 4 // 5], lambda: acceptance_rate(replay(model, held_out)), Recipe(epochs=8)
+        model, found[: len(found) * 4 // 5], lambda _: acceptance_rate(replay(model, held_out)), Recipe(epochs=8)
     )
     assert result.best is not None, "the distillation taught the draft nothing"
     restore(model, result.best)
@@ -272,7 +272,7 @@ def main() -> None:
     drawn = args.temperature > 0
     made = {} if drawn else {"rewrites": rewrites, "conversation": conversation}
     for kind, texts_of in made.items():
-        book.add(kind, lambda texts_of=texts_of: texts_of(target, tokenizer, args), draft)
+        book.add(kind, functools.partial(texts_of, target, tokenizer, args), draft)
     for kind in sorted(file.name.removesuffix(".jsonl.gz") for file in args.data.glob("*.jsonl.gz")):
         book.log(kind, kind, lambda texts: draft)
         if kind in USELESS and not drawn:
