@@ -72,9 +72,9 @@ def documented() -> Iterator[tuple[str, str, list[str]]]:
     pages = [root / "README.md", *root.glob("docs/**/*.md"), *BENCHMARKS.glob("*.py"), *root.glob("scripts/*.py")]
     for page in pages:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        for found in re.finditer(r"(?P<code>`?)\bpython (?:benchmarks|scripts)/(?P<name>\w+)\.py(?P<rest>[^`]*)", text):
-            rest = found["rest"] if found["code"] else found["rest"].partition("\n")[0]
-            words = re.sub(r"#.*|[\[\]]", "", rest.partition(" -- ")[0]).split()
+        command = r"(?P<code>`)?\bpython (?:benchmarks|scripts)/(?P<name>\w+)\.py(?P<rest>(?(code)[^`]*|[^`\n]*))"
+        for found in re.finditer(command, text):
+            words = re.sub(r"#.*|[\[\]]", "", found["rest"].partition(" -- ")[0]).split()
             options = [word for word in words if word.startswith("--")]
             before = [word.partition("|")[0] for word in words[: words.index(options[0]) if options else 0]]
             yield found["name"], " ".join(before), options
