@@ -114,27 +114,27 @@ class Settings(BaseSettings):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     record: bool = True
-    keep_days: float | None = Field(None, gt=0, allow_inf_nan=False)
-    keep_gb: float | None = Field(None, gt=0, allow_inf_nan=False)
-    feature_gb: float = Field(2.0, ge=0, allow_inf_nan=False)
-    keep_adapters: int = Field(5, ge=1)
+    keep_days: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    keep_gb: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    feature_gb: float = Field(default=2.0, ge=0, allow_inf_nan=False)
+    keep_adapters: int = Field(default=5, ge=1)
     name: str | None = None
     host: str = "127.0.0.1"
-    port: int = Field(8080, ge=0, le=65535)
+    port: int = Field(default=8080, ge=0, le=65535)
     api_key: SecretStr | None = None
     api_key_file: Path | None = None
     cors: Annotated[tuple[str, ...], NoDecode] = ()
-    queue: int = Field(64, ge=0)
+    queue: int = Field(default=64, ge=0)
     slots: Annotated[str, BeforeValidator(str)] = "auto"
-    max_body_mb: float = Field(8.0, gt=0, allow_inf_nan=False)
-    cache_mb: int = Field(1024, ge=0)
-    keep_caches: Annotated[int, BeforeValidator(_bytes)] = Field(0, ge=0)
-    threads: int | None = Field(None, ge=1)
+    max_body_mb: float = Field(default=8.0, gt=0, allow_inf_nan=False)
+    cache_mb: int = Field(default=1024, ge=0)
+    keep_caches: Annotated[int, BeforeValidator(_bytes)] = Field(default=0, ge=0)
+    threads: int | None = Field(default=None, ge=1)
     distill: str = "idle"
-    distill_after: int = Field(100, ge=1)
-    distill_idle_seconds: float = Field(5.0, ge=0, allow_inf_nan=False)
-    distill_seconds: float | None = Field(None, gt=0, allow_inf_nan=False)
-    distill_nice: int = Field(19, ge=0, le=19)
+    distill_after: int = Field(default=100, ge=1)
+    distill_idle_seconds: float = Field(default=5.0, ge=0, allow_inf_nan=False)
+    distill_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    distill_nice: int = Field(default=19, ge=0, le=19)
 
     @property
     def answer_tokens(self) -> int:

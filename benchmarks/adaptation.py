@@ -30,6 +30,8 @@ from typing import Any
 import torch
 from report import report
 from streams import Stream, answers_of, stream
+from torch import nn
+from transformers import PreTrainedModel
 
 from adaptive.control.costs import LONGEST, CostTable
 from adaptive.measure import measure
@@ -90,7 +92,9 @@ class Rounds:
 
     def __init__(self, folder: Path, settings: Settings, recipe: Recipe) -> None:
         self.state, self.recipe = PairState(folder), recipe
-        self.base, self.draft = pair_identity(settings).base, load_draft_for_training(settings)
+        self.base, draft = pair_identity(settings).base, load_draft_for_training(settings)
+        assert isinstance(draft, PreTrainedModel)
+        self.draft = draft
         self.store = AdapterStore(self.state.adapters)
         self.log = LogWriter(self.state.records)
 
@@ -138,6 +142,7 @@ class Full(Rounds):
 
         self.draft.requires_grad_(True)
         for module in (self.draft.get_input_embeddings(), self.draft.get_output_embeddings()):
+            assert isinstance(module, nn.Module)
             module.requires_grad_(self.embeddings)
         result = fit(self.draft, examples(parts.train, context), evaluate, self.recipe)
         lora.restore(self.draft, result.best or self.fresh)

@@ -21,10 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from click.testing import Result
 from controller_live import Way, interleaved
 from served import end_when_terminated
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from adaptive.assistant import Assistant
 from adaptive.control.policy import FixedLength

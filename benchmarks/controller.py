@@ -89,7 +89,7 @@ class Noise:
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
         factors = np.exp(rng.normal(0, 0.1, 8192)) * np.where(rng.random(8192) < 0.02, 4.0, 1.0)
-        self.factors = factors.tolist()
+        self.factors: list[float] = factors.tolist()
         self.place = 0
 
     def __call__(self, seconds: float) -> float:

@@ -83,7 +83,7 @@ class Logged:
         self.drafts: list[int] = trace.drafts.tolist()
         self.sure: list[float] = trace.confidence.tolist()
         self.rejects = _next_rejected(trace.accepted.tolist())
-        self.seen = 0 if before is None else kept(before.trace, before.seen, trace)  # tokens in its cache
+        self.seen: int = 0 if before is None else kept(before.trace, before.seen, trace)  # tokens in its cache
         self.steps = self.fed = 0  # of the last proposal: passes, and tokens that the first pass took beyond one
 
     def limit(self, committed: int) -> int:
@@ -127,6 +127,10 @@ class Logged:
                 break
         self.seen = held + len(proposed) + self.steps - 1
         return Proposal(self.name, tokens, None) if tokens else None
+
+    def feed(self, committed: list[int], most: int) -> None:
+        """As for a model."""
+        self.seen += min(most, self.unseen(len(committed)))
 
     def reserve(self, length: int) -> None:
         """Nothing to reserve."""

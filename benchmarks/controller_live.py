@@ -13,12 +13,13 @@ random weights.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -52,17 +53,18 @@ class Timed(LengthPolicy):
         self.seconds = 0.0
         self.asked = 0  # upper bound on the confidences that were computed for it
 
-    def _timed(self, call: Callable[[], object]) -> object:
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
         began = time.perf_counter()
-        result = call()
+        yield
         self.seconds += time.perf_counter() - began
-        return result
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """Timed."""
-        length = self._timed(lambda: self.inner.next_length(limit, waiting, context))
+        with self._timed():
+            length = self.inner.next_length(limit, waiting, context)
         self.steady = self.inner.steady
-        return length  # type: ignore[return-value]
+        return length
 
     @property
     def adviser(self) -> Adviser | None:
@@ -72,15 +74,18 @@ class Timed(LengthPolicy):
     def observe(self, outcome: Round) -> None:
         """Timed. Also counts confidences: one for each drafted token, and perhaps for one token more."""
         self.asked += outcome.drafted + 1
-        self._timed(lambda: self.inner.observe(outcome))
+        with self._timed():
+            self.inner.observe(outcome)
 
-    def begin(self, scope: Scope) -> None:
+    def begin(self, scope: Scope, decoded: int = 0) -> None:
         """Timed."""
-        self._timed(lambda: self.inner.begin(scope))
+        with self._timed():
+            self.inner.begin(scope, decoded)
 
     def ended(self, tokens: int) -> None:
         """Timed."""
-        self._timed(lambda: self.inner.ended(tokens))
+        with self._timed():
+            self.inner.ended(tokens)
 
 
 def confidence_seconds(vocab: int, repeats: int = 200) -> float:
@@ -88,7 +93,8 @@ def confidence_seconds(vocab: int, repeats: int = 200) -> float:
     logits = torch.randn(1, vocab)
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats):
-        for found, call in zip(times, (lambda: float(logits.softmax(-1).max(-1)[0]), logits.argmax), strict=True):
+        calls: tuple[Callable[[], object], ...] = (lambda: float(logits.softmax(-1).max(-1)[0]), logits.argmax)
+        for found, call in zip(times, calls, strict=True):
             began = time.perf_counter()
             call()
             found.append(time.perf_counter() - began)
@@ -130,15 +136,17 @@ def interleaved(ways: list[Way], prompts: list[PromptLine], tokens: int, passes:
     stop, repeated, order = StopParams(max_new_tokens=tokens), [], random.Random(0)
     for _ in range(passes):
         for number, prompt in enumerate(prompts):
+            output: list[int] = []
             for way in order.sample(ways, len(ways)):
                 for _ in way.assistant.chat(prompt.messages, GREEDY, stop):
                     pass
                 done = way.assistant.last
                 assert done is not None
                 way.times.setdefault(number, []).append(done.timings.predicted_s)
-                way.tokens[number] = len(done.output) - 1
+                output = done.output
+                way.tokens[number] = len(output) - 1
                 way.spent += sum(r.draft_s + r.verify_s for r in done.rounds)
-            repeated.append(repeated_ngrams(np.array(done.output)))
+            repeated.append(repeated_ngrams(np.array(output)))
     return float(np.concatenate(repeated).mean())
 
 

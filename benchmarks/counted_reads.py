@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -53,10 +53,10 @@ def counted_reads() -> Iterator[Counter[str]]:
     in addition to it."""
     from transformers import modeling_utils
 
-    read = Counter[str]()
-    theirs = modeling_utils.safe_open
-    modeling_utils.safe_open = lambda *given, **named: _File(theirs(*given, **named), read)
+    read, module = Counter[str](), cast(Any, modeling_utils)
+    theirs = module.safe_open
+    module.safe_open = lambda *given, **named: _File(theirs(*given, **named), read)
     try:
         yield read
     finally:
-        modeling_utils.safe_open = theirs
+        module.safe_open = theirs

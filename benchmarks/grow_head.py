@@ -28,6 +28,7 @@ import torch
 from adaptation import as_examples, recipe_of
 from safetensors.torch import load_file
 from streams import answers_of, folder_of, stream
+from transformers import PreTrainedModel
 
 from adaptive.engines.head.module import Head
 from adaptive.engines.head.parts import parts_of_folder
@@ -153,11 +154,11 @@ def main() -> None:
         answers = answers_of(kind, settings, args.prompts, args.cache, args.temperature, args.answers)
         given = stream(f"stationary:{kind}", {kind: answers}, count, args.set_aside, args.seed)
         folder = folder_of(kind, settings, args.prompts, args.cache, args.temperature)
-        sets = (
+        said, held = (
             with_features(as_examples(g), folder, str(target), args.exact)
             for g in (given.generations, given.held_out[kind])
         )
-        return (*sets, _repeated(given.held_out[kind]))
+        return said, held, _repeated(given.held_out[kind])
 
     said, held, repeated = examples_of(args.kind, numbers[-1])
     later: list[Example] = []
@@ -179,12 +180,14 @@ def main() -> None:
                     head.reset()
                 student: Student = HeadStudent(head, recipe)
             else:
-                student = Draft(lora.attach(load_draft_for_training(settings), recipe))
+                draft = load_draft_for_training(settings)
+                assert isinstance(draft, PreTrainedModel)
+                student = Draft(lora.attach(draft, recipe))
             keep = args.keep / f"{who}-{args.kind}-{number}" if args.keep else None
             line: dict[str, Any] = {"who": who, "recipe": text, "kind": args.kind, "seed": args.seed}
             line |= {"generations": number, "then": args.then if number > len(said) else None}
             if _key(line) in done and (head is None or (keep and keep.is_dir())):
-                if head is not None:  # which goes on from there
+                if head is not None and keep is not None:  # which goes on from there
                     student.restore(load_file(keep / "model.safetensors"))
                 continue
             now = said[:number]

@@ -72,7 +72,7 @@ def measure_index(tokens: int, rounds: int = 20_000) -> dict[str, object]:
     running, dirt = suffixes(), np.zeros(1 << 23)
     running.begin(0)
     chance = np.random.default_rng(1)
-    looked, cold = [], []
+    looked, cold = list[float](), list[float]()
     found = 0
     for number in range(rounds):
         start = int(chance.integers(0, tokens - 100))
@@ -295,7 +295,7 @@ class Forced:
 
     def extend(self, tokens: Any, rows: int, parents: list[int] | None = None) -> torch.Tensor:
         """Extend, and make the scripted token the likeliest in every row. Chains only, no trees."""
-        logits = self.inner.extend(tokens, rows, parents).clone()
+        logits: torch.Tensor = self.inner.extend(tokens, rows, parents).clone()
         first = self.inner.length - rows - self.owner.start + 1
         for row in range(rows):
             at = first + row

@@ -15,6 +15,7 @@ import argparse
 import itertools
 import statistics
 from pathlib import Path
+from typing import Any
 
 import timing
 import torch
@@ -66,7 +67,12 @@ def show_plain(engine: Engine, tokens: int, repeats: int) -> float:
 
     @torch.inference_mode()
     def theirs() -> list[float]:
-        given = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
+        given: dict[str, Any] = {
+            "do_sample": False,
+            "pad_token_id": 0,
+            "eos_token_id": None,
+            "attention_mask": torch.ones_like(ids),
+        }
         given["repetition_penalty"] = 1.0  # the checkpoint's would take time
         clocked = Clocked()
         engine.model.generate(ids, max_new_tokens=1 + tokens, streamer=clocked, **given)
@@ -135,7 +141,7 @@ def show_rollback(pair: Pair, length: int) -> float:
         f"rollback: {call * 1e6:.1f} us the call; passes of which {kept} tokens of {count} stand take "
         f"{(taken - clean) * 1e3:+.3f} ms: {more / whole:.2%} of a round of {whole * 1e3:.2f} ms"
     )
-    return more / whole
+    return float(more / whole)
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ import copy
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from inflate_hybrid import LARGE, SMALL, HybridSize, inflate_hybrid, same_buffers, small_hybrid
@@ -56,14 +57,14 @@ def inflate(small: LlamaForCausalLM, size: Size, device: torch.device | str = "c
     if type(small) is not LlamaForCausalLM or config.attention_bias or config.mlp_bias:
         raise AdaptiveError(f"{type(small).__name__} cannot be inflated; only Llama without biases can")
     have = Size(config.hidden_size, config.intermediate_size, config.num_attention_heads, config.num_hidden_layers)
-    group = config.num_attention_heads // config.num_key_value_heads
+    group = group_of(config)
     if size.heads % group:
         raise AdaptiveError(f"{size.heads} heads do not divide into groups of {group}, which this model has")
     for name in ("width", "feed_forward", "heads", "layers"):
         if getattr(size, name) < getattr(have, name):
             raise AdaptiveError(f"{name} {getattr(size, name)} is less than the model's own {getattr(have, name)}")
     with torch.device(device):  # only the large model has to fit there, in its own dtype
-        large = LlamaForCausalLM._from_config(config_of(config, size), dtype=small.dtype)
+        large: LlamaForCausalLM = LlamaForCausalLM._from_config(config_of(config, size), dtype=small.dtype)
     root = root_of(have.width, size.width)
     sources = dict(small.named_parameters())
     with torch.no_grad():
@@ -79,7 +80,13 @@ def inflate(small: LlamaForCausalLM, size: Size, device: torch.device | str = "c
                 place(source, parameter, root)
     same_buffers(large, small)
     large.generation_config = copy.deepcopy(small.generation_config)
-    return large.eval()
+    large.eval()
+    return large
+
+
+def group_of(config: LlamaConfig) -> int:
+    """Query heads for each head of keys and values."""
+    return config.num_attention_heads // (config.num_key_value_heads or config.num_attention_heads)
 
 
 def root_of(small: int, large: int) -> float:
@@ -116,7 +123,7 @@ def inflate_head(folder: Path, small: LlamaForCausalLM, large: LlamaForCausalLM)
 
 def config_of(config: LlamaConfig, size: Size) -> LlamaConfig:
     """The config of a model of this size, inflated from ``config``."""
-    large, group = copy.deepcopy(config), config.num_attention_heads // config.num_key_value_heads
+    large, group = copy.deepcopy(config), group_of(config)
     large.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     large.hidden_size, large.intermediate_size = size.width, size.feed_forward
     large.num_attention_heads, large.num_key_value_heads = size.heads, size.heads // group
@@ -144,7 +151,7 @@ def main() -> None:
         return
     if args.source is None:
         parser.error("a checkpoint to inflate is needed, or --hybrid")
-    small = AutoModelForCausalLM.from_pretrained(args.source, dtype="auto")
+    small: Any = AutoModelForCausalLM.from_pretrained(args.source, dtype="auto")
     if args.adapter:
         MergedAdapter(small).apply(args.adapter)
     large = inflate(small, Size(args.width, args.feed_forward, args.heads, args.layers))

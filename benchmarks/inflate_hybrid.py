@@ -74,7 +74,8 @@ def small_hybrid(size: HybridSize, vocab: int, context: int = 16384, seed: int =
             if parameter.ndim >= 2:
                 width = math.prod(parameter.shape[1:])
                 parameter.normal_(std=(SPREAD if "lm_head" in name else 1.5) / math.sqrt(width))
-    return model.eval()
+    model.eval()
+    return model
 
 
 def inflate_hybrid(
@@ -97,7 +98,7 @@ def inflate_hybrid(
     config, ratio = small.config, have.width / size.width
     whole = config_of(size, config.vocab_size, config.max_position_embeddings, config.rms_norm_eps)
     with torch.device(device):  # only the large model has to fit there, in its own dtype
-        large = Qwen3_5ForCausalLM._from_config(whole, dtype=small.dtype)
+        large: Qwen3_5ForCausalLM = Qwen3_5ForCausalLM._from_config(whole, dtype=small.dtype)
     sources = dict(small.named_parameters())
     with torch.no_grad():
         for name, parameter in large.named_parameters():
@@ -119,7 +120,8 @@ def inflate_hybrid(
                 _corner(parameter, source)
     same_buffers(large, small)
     large.generation_config = copy.deepcopy(small.generation_config)
-    return large.eval()
+    large.eval()
+    return large
 
 
 def same_buffers(large: nn.Module, small: nn.Module) -> None:

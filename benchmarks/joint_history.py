@@ -95,6 +95,16 @@ class Answer:
         return len(said)
 
 
+def fixed_at(length: int) -> Callable[[Clock], LengthPolicy]:
+    """Makes ``Found`` of this length."""
+    return lambda clock: Found(length)
+
+
+def deciding(kind: type[GoodputLength], costs: CostTable) -> Callable[[Clock], LengthPolicy]:
+    """Makes a policy that decides by itself."""
+    return lambda clock: kind(costs, clock=clock)
+
+
 def replay(
     make: Callable[[Clock], LengthPolicy],
     workload: list[Stretch],
@@ -168,23 +178,11 @@ def main() -> None:
         if args.only and not any(part in name for part in args.only):
             continue
         seeds = range(args.seeds)
-        fixed = {k: replay(lambda _, k=k: Found(k), workload, costs, args.answers, 0, k > 0) for k in LENGTHS}
+        fixed = {k: replay(fixed_at(k), workload, costs, args.answers, 0, k > 0) for k in LENGTHS}
         best = max(fixed, key=lambda k: fixed[k])
         model, both = (
             float(
-                np.mean(
-                    [
-                        replay(
-                            lambda clock, kind=kind: kind(costs, clock=clock),
-                            workload,
-                            costs,
-                            args.answers,
-                            seed,
-                            looks,
-                        )
-                        for seed in seeds
-                    ]
-                )
+                np.mean([replay(deciding(kind, costs), workload, costs, args.answers, seed, looks) for seed in seeds])
             )
             for kind, looks in ((GoodputLength, False), (GoodputWithHistory, True))
         )

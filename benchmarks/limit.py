@@ -23,6 +23,7 @@ from timing import REPEATS, bare, count_processor_time, filled, seconds, settle
 
 from adaptive.assistant import Assistant, encode_chat
 from adaptive.control.policy import FixedLength
+from adaptive.engines.cpu.packing import PackedExperts
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.load import forward_of
 from adaptive.engines.protocol import Engine
@@ -51,12 +52,13 @@ def weight_bytes(engine: Engine) -> int:
     table counts only if it is also the output head."""
     assert isinstance(engine, TransformersEngine)
     model = engine.model
-    total = sum(parameter.nbytes for parameter in model.parameters())
+    total = sum(int(parameter.nbytes) for parameter in model.parameters())
     embedding = model.get_input_embeddings().weight
     total -= 0 if embedding is model.get_output_embeddings().weight else embedding.nbytes
-    for layer in engine.cpu_forward.plan.linears if engine.cpu_forward is not None else ():
-        if layer.int8:
-            total -= layer.nbytes - layer.outputs * (layer.inputs + 4)
+    for packed in engine.cpu_forward.plan.linears if engine.cpu_forward is not None else ():
+        for layer in (*packed.up, *packed.down) if isinstance(packed, PackedExperts) else (packed,):
+            if layer.int8:
+                total -= layer.nbytes - layer.outputs * (layer.inputs + 4)
     return total
 
 

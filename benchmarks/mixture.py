@@ -29,6 +29,7 @@ COUNTS = (1, 2, 4, 8, 16)
 def make_model(args: argparse.Namespace) -> Qwen3MoeForCausalLM:
     """A model of random weights in which each token's distribution depends on all tokens before it."""
     torch.manual_seed(0)
+    undeclared: dict[str, Any] = {"head_dim": 64}  # which the model reads, but its config class does not declare
     config = Qwen3MoeConfig(
         vocab_size=args.vocab,
         hidden_size=args.width,
@@ -39,12 +40,13 @@ def make_model(args: argparse.Namespace) -> Qwen3MoeForCausalLM:
         num_hidden_layers=args.layers,
         num_attention_heads=16,
         num_key_value_heads=4,
-        head_dim=64,
         norm_topk_prob=True,
         max_position_embeddings=4096,
         tie_word_embeddings=False,
+        **undeclared,
     )
-    model = Qwen3MoeForCausalLM._from_config(config, dtype=getattr(torch, args.dtype)).eval()
+    model: Qwen3MoeForCausalLM = Qwen3MoeForCausalLM._from_config(config, dtype=getattr(torch, args.dtype))
+    model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:

@@ -98,14 +98,14 @@ class PairedEngine(EngineThread):
 
 def _choose(engine: Engine, choice: ThreadChoice) -> ThreadChoice:
     """Put another choice of threads into an engine. Returns the previous one."""
-    holder = getattr(engine, "cpu_forward", engine)
+    holder: Any = getattr(engine, "cpu_forward", engine)
     before: ThreadChoice = holder.threads
     holder.threads = choice
     return before
 
 
 if __name__ == "__main__":
-    opened.Archive, server.EngineThread = HeldArchive, PairedEngine  # type: ignore[misc]
+    opened.Archive, server.EngineThread = HeldArchive, PairedEngine  # type: ignore[misc, assignment]
     from cli.main import run
 
     run()

@@ -107,7 +107,7 @@ def play(traces: list[Trace], ranks: list[np.ndarray]) -> tuple[dict[str, float]
                 stood = min(accepted[at] + 1, len(accepted) - at)
                 at, one[0], one[1] = at + stood, one[0] + stood, one[1] + 1
     per_round = {name: tokens / rounds for name, (tokens, rounds) in totals.items()}
-    return per_round, {name: (float(np.mean(found or [0])), len(found)) for name, found in hits.items()}
+    return per_round, {name: (float(np.mean(found or [False])), len(found)) for name, found in hits.items()}
 
 
 def _places(

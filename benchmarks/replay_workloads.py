@@ -272,7 +272,7 @@ def main() -> None:
     drawn = args.temperature > 0
     made = {} if drawn else {"rewrites": rewrites, "conversation": conversation}
     for kind, texts_of in made.items():
-        book.add(kind, lambda texts_of=texts_of: texts_of(target, tokenizer, args), draft)
+        book.add(kind, functools.partial(texts_of, target, tokenizer, args), draft)
     for kind in sorted(file.name.removesuffix(".jsonl.gz") for file in args.data.glob("*.jsonl.gz")):
         book.log(kind, kind, lambda texts: draft)
         if kind in USELESS and not drawn:

@@ -158,12 +158,16 @@ def _harmful(home: Path, length: str, tally: Tally, options: argparse.Namespace)
 
 def _publish_random(store: AdapterStore, seed: int) -> str:
     """Publish a candidate of large random weights, which destroys the draft's predictions. Returns its id."""
+    from transformers import PreTrainedModel
+
     from trainers import lora
     from trainers.recipe import Recipe
 
     settings = load_settings({})
     torch.manual_seed(seed)
-    model = lora.attach(load_draft_for_training(settings), Recipe())
+    draft = load_draft_for_training(settings)
+    assert isinstance(draft, PreTrainedModel)
+    model = lora.attach(draft, Recipe())
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight.data, std=0.5)

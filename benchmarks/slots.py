@@ -112,12 +112,12 @@ def report(options: argparse.Namespace, found: dict[tuple[str, str], list[Figure
     """Print medians over the rounds and their ratios."""
 
     def median(slots: str, how: str, name: str) -> float:
-        return statistics.median(getattr(one, name) for one in found[slots, how])
+        return float(statistics.median(getattr(one, name) for one in found[slots, how]))
 
     def ratio(how: str, name: str) -> float:
         """The median of the rounds' ratios; both measurements of a round were made next to each other."""
         both = zip(found[options.slots, how], found["1", how], strict=True)
-        return statistics.median(getattr(many, name) / getattr(one, name) for many, one in both)
+        return float(statistics.median(getattr(many, name) / getattr(one, name) for many, one in both))
 
     for slots, how in sorted(found):
         count = 1 if how == "alone" else options.clients

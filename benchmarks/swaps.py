@@ -61,6 +61,7 @@ def main() -> None:
 def _publish(store: AdapterStore) -> list[str]:
     """Publish two adapters with small random deltas, which draft differently but not much worse. Returns their ids."""
     import torch
+    from transformers import PreTrainedModel
 
     from trainers import lora
     from trainers.recipe import Recipe
@@ -70,7 +71,9 @@ def _publish(store: AdapterStore) -> list[str]:
     names = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        model = lora.attach(load_draft_for_training(settings), Recipe())
+        draft = load_draft_for_training(settings)
+        assert isinstance(draft, PreTrainedModel)
+        model = lora.attach(draft, Recipe())
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(weight.data, std=0.003)

@@ -223,9 +223,9 @@ def publish(work: Work) -> None:
 
 def unseen(work: Work, prompts: Sequence[str], lengths: Sequence[int]) -> dict[str, Any]:
     """The figures of each server on prompts that were not requested before, and the acceptance that replay predicts."""
-    tokenizer = AutoTokenizer.from_pretrained(work.target)
+    tokenizer: Any = AutoTokenizer.from_pretrained(work.target)
     asked = [
-        list(
+        list[int](
             tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)[
                 "input_ids"
             ]
@@ -239,7 +239,7 @@ def unseen(work: Work, prompts: Sequence[str], lengths: Sequence[int]) -> dict[s
     measured = race(work, contenders, asked)
     (folder,) = {path.parent for path in (work.folder / "learn").glob("*/adapters")}
     store = AdapterStore(folder / "adapters")
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name, one in measured.items():
         model = AutoModelForCausalLM.from_pretrained(work.draft, dtype="float32")
         if name.startswith("published"):

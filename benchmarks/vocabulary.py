@@ -27,6 +27,7 @@ from adaptation import as_examples
 from grow_head import grown, with_features
 from head_costs import interleaved
 from streams import answers_of, folder_of, stream
+from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from adaptive.engines.head.engine import HeadEngine
@@ -73,7 +74,10 @@ def target_of(width: int, vocab: int) -> Qwen3ForCausalLM:
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(config).to(torch.bfloat16).eval()
+    model = Qwen3ForCausalLM(config)
+    nn.Module.to(model, torch.bfloat16)
+    model.eval()
+    return model
 
 
 def steps(width: int, vocab: int, few: list[int], threads: list[int], int8: bool) -> None:

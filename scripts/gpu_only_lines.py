@@ -83,7 +83,8 @@ class Guards:
             elif not (isinstance(value, ast.Compare) and self.asks(value)):
                 continue
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]  # type: ignore[attr-defined]
-            self.names |= {t.attr if isinstance(t, ast.Attribute) else t.id for t in targets if hasattr(t, "ctx")}
+            self.names |= {t.attr for t in targets if isinstance(t, ast.Attribute)}
+            self.names |= {t.id for t in targets if isinstance(t, ast.Name)}
         for node in ast.walk(self.tree):  # a parameter that receives such an attribute depends on CUDA too
             if isinstance(node, ast.Call):
                 self._passed(node)
@@ -104,8 +105,11 @@ class Guards:
         if isinstance(node, ast.If) and self.asks(node.test):
             without = _negative(node.test)
             self._take(node.orelse if without else node.body)
-        for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
-            for place, one in enumerate(block if isinstance(block, list) else ()):
+        blocks: list[object] = [getattr(node, name, None) for name in ("body", "orelse", "finalbody")]
+        for block in blocks:
+            if not isinstance(block, list):  # an expression's body is an expression
+                continue
+            for place, one in enumerate(block):
                 ends = isinstance(one, ast.If) and isinstance(one.body[-1], ast.Return | ast.Raise | ast.Continue)
                 if ends and self.asks(one.test) and _negative(one.test):
                     self._take(block[place + 1 :])

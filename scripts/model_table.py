@@ -176,7 +176,7 @@ def _distil(
         )
         for number in range(2)
     ]  # fmt: skip
-    fit(model, examples, lambda: 1.0, Recipe(rank=4, loss="cross-entropy", epochs=3, learning_rate=0.01))
+    fit(model, examples, lambda _: 1.0, Recipe(rank=4, loss="cross-entropy", epochs=3, learning_rate=0.01))
     adapter = folder / "adapter"
     adapter.mkdir()
     write(model, snapshot(model), adapter)

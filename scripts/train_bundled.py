@@ -24,10 +24,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 KINDS = {
@@ -150,7 +152,7 @@ def rows(documents: list[list[int]], kinds: list[str], rng: random.Random) -> It
                 buffer = buffer[ROW:]
 
 
-def new_model(shape: dict[str, int], tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+def new_model(shape: dict[str, Any], tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     """A Llama of this shape with fresh weights (float32)."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -225,7 +227,8 @@ def train(
 def store(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write the checkpoint in bf16 with its tokenizer; the model itself stays in float32."""
     half = {name: tensor.detach().to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-    copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
+    copy = LlamaForCausalLM(model.config)
+    nn.Module.to(copy, torch.bfloat16)  # the model's own ``to`` is mistyped
     copy.load_state_dict(half)
     copy.config.dtype = torch.bfloat16
     copy.save_pretrained(folder)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,7 @@ from served import Served
 from slow_disk import until
 
 from adaptive.control.costs import LONGEST, CostTable
-from adaptive.control.policy import FixedLength, LengthPolicy
+from adaptive.control.policy import FixedLength, Lead, LengthPolicy
 from adaptive.control.sources import GoodputWithHistory
 from adaptive.drafting.archive import History
 from adaptive.drafting.history import RUNNING
@@ -60,6 +63,45 @@ def call(monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *arguments: 
     """Run a benchmark's command line."""
     monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
     main()
+
+
+def documented() -> Iterator[tuple[str, str, list[str]]]:
+    """Every command of a benchmark or script that the documentation and their own texts have: the name of the program,
+    its arguments before the first option, and its options."""
+    root = BENCHMARKS.parent
+    pages = [root / "README.md", *root.glob("docs/**/*.md"), *BENCHMARKS.glob("*.py"), *root.glob("scripts/*.py")]
+    for page in pages:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        command = r"(?P<code>`)?\bpython (?:benchmarks|scripts)/(?P<name>\w+)\.py(?P<rest>(?(code)[^`]*|[^`\n]*))"
+        for found in re.finditer(command, text):
+            words = re.sub(r"#.*|[\[\]]", "", found["rest"].partition(" -- ")[0]).split()
+            options = [word for word in words if word.startswith("--")]
+            before = [word.partition("|")[0] for word in words[: words.index(options[0]) if options else 0]]
+            yield found["name"], " ".join(before), options
+
+
+def test_every_benchmark_and_script_says_what_it_is_for_and_has_the_options_that_the_documentation_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent / "scripts"))
+    monkeypatch.setenv("COLUMNS", "120")
+
+    @functools.cache
+    def helped(name: str, before: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            call(monkeypatch, importlib.import_module(name).main, *before.split(), "--help")
+        said = capsys.readouterr()
+        assert ended.value.code == 0, f"{name}: {said.err}"
+        return said.out
+
+    files = [*BENCHMARKS.glob("*.py"), *(BENCHMARKS.parent / "scripts").glob("*.py")]
+    programs = {file.stem for file in files if "ArgumentParser(" in file.read_text(encoding="utf-8")}
+    assert all(helped(name, "") for name in sorted(programs))
+    wrong = []
+    for name, before, options in documented():
+        known = re.findall(r"--[\w-]+", helped(name, before)) if name in programs else options
+        wrong += [f"{name} {before}: {option}" for option in options if option not in known]
+    assert not wrong
 
 
 def refused(tokens: int) -> Trace:
@@ -114,6 +156,20 @@ def test_replays_with_history_find_what_repeats_itself_alone_and_in_shared_round
     plain = together(lambda clock: joint_history.Found(0), False)
     assert together(lambda clock: joint_history.Found(4), True) > 1.5 * plain
     assert together(lambda clock: GoodputWithHistory(COSTS, clock=clock), True) > 1.5 * plain
+
+
+class Both(FixedLength):
+    """One token of history wherever it finds any, and two of the draft behind it."""
+
+    def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
+        return Lead(1, 2) if reach and limit > 2 else Lead(0, 0)
+
+
+def test_a_replayed_draft_continues_behind_history_as_a_models_does() -> None:
+    text = refused(60)
+    right = replace(text, accepted=np.ones(60, bool), drafts=text.text[5:])  # the draft guesses every token
+    found = controller_history.replay(lambda clock: Both(1), [controller.Stretch([right] * 4)], COSTS, 0, True)
+    assert found.accepted["model"] == found.drafted["model"] > found.drafted["history"] > 0
 
 
 def test_no_contender_has_answered_a_prompt_of_the_race_before_it_begins() -> None:

@@ -83,4 +83,4 @@ def at_work(bench: Bench, call: Callable[[], object]) -> float | None:
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         call()
         bench.synchronise()
-    return sum(row.self_device_time_total for row in seen.key_averages()) / 1e6
+    return float(sum(row.self_device_time_total for row in seen.key_averages()) / 1e6)

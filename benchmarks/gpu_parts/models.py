@@ -81,8 +81,8 @@ class Workshop:
     def _models(self, kind: str) -> tuple[PreTrainedModel, PreTrainedModel]:
         if kind.startswith("bundled"):
             dtype = getattr(torch, kind.partition(" ")[2])
-            target, draft = (_bundled(name, dtype).to(self.device) for name in ("target", "draft"))
-            return target, draft
+            target, draft = (_bundled(name, dtype) for name in ("target", "draft"))
+            return target.to(self.device), draft.to(self.device)
         if kind == "hybrid":
             return self._hybrid()
         if kind == "mixture":
@@ -90,7 +90,7 @@ class Workshop:
         scale = self.scale
         made = []
         for name, size in (("target", scale.target), ("draft", scale.draft)):
-            small: Any = _bundled(name, scale.dtype)
+            small = _bundled(name, scale.dtype)
             small.config.max_position_embeddings = scale.context
             made.append(inflate(small, size, self.device))
         if kind in BYTES:
@@ -99,7 +99,8 @@ class Workshop:
 
     def _hybrid(self) -> tuple[PreTrainedModel, PreTrainedModel]:
         vocab = AutoConfig.from_pretrained(BUNDLED / "target").vocab_size
-        small = small_hybrid(self.scale.hybrid_draft, vocab, self.scale.context).to(self.scale.dtype)
+        small: Any = small_hybrid(self.scale.hybrid_draft, vocab, self.scale.context)
+        small.to(self.scale.dtype)
         large = inflate_hybrid(small, self.scale.hybrid, self.device)
         return large, small.to(self.device)
 
@@ -130,15 +131,15 @@ def engine_of(model: PreTrainedModel) -> TransformersEngine:
     return engine
 
 
-def _bundled(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(BUNDLED / name, dtype=dtype)
+def _bundled(name: str, dtype: torch.dtype) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED / name, dtype=dtype)
     return model.eval()
 
 
 def mixture_config(scale: Scale, **changes: int) -> Qwen3MoeConfig:
     """The config of the mixture, with the bundled vocabulary."""
     vocab = AutoConfig.from_pretrained(BUNDLED / "target").vocab_size
-    given = {**scale.mixture, "max_position_embeddings": scale.context, **changes}
+    given: dict[str, Any] = {**scale.mixture, "max_position_embeddings": scale.context, **changes}
     return Qwen3MoeConfig(vocab_size=vocab, intermediate_size=given["moe_intermediate_size"], **given)
 
 
@@ -171,7 +172,7 @@ def quantise(model: PreTrainedModel, kind: str) -> None:
             layer.weight = quantised._quantize(weight.device)
         setattr(owner, last, layer.to(weight.device).eval())
         del old, weight
-    model.quantization_method = QuantizationMethod.BITS_AND_BYTES  # type: ignore[attr-defined]
+    model.quantization_method = QuantizationMethod.BITS_AND_BYTES  # type: ignore[assignment]
     model.config.quantization_config = quantisation("nf4" if kind == "nf4" else "int8", dtype)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -58,7 +59,7 @@ def tiny_pair(device: torch.device) -> tuple[TransformersEngine, TransformersEng
             num_attention_heads=2,
             max_position_embeddings=CONTEXT,
         )
-        model = LlamaForCausalLM(config)
+        model: Any = LlamaForCausalLM(config)
         with torch.no_grad():
             model.lm_head.weight.mul_(20)
         engine = TransformersEngine(model.to(device))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -86,8 +87,9 @@ def model_of(engine: Engine | None) -> TransformersEngine:
 def continued(engine: Engine, prompt: list[int], tokens: int) -> list[int]:
     """The greedy continuation of the prompt by transformers' own ``generate`` with the same model."""
     ids = torch.tensor([prompt], device=engine.device)
-    given = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    given: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     given |= {"repetition_penalty": 1.0}  # the checkpoint's would change the text
     with torch.inference_mode():
         out = model_of(engine).model.generate(ids, attention_mask=torch.ones_like(ids), **given)  # type: ignore[operator]
-    return out[0, len(prompt) :].tolist()
+    continuation: list[int] = out[0, len(prompt) :].tolist()
+    return continuation

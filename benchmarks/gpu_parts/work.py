@@ -123,7 +123,7 @@ def run(
 
 def _one(part: Part, bench: Bench, need: int) -> Result:
     device, began = bench.device, time.perf_counter()
-    named = {"part": part.name, "device": name_of(device), "scale": bench.scale.name}
+    named: dict[str, Any] = {"part": part.name, "device": name_of(device), "scale": bench.scale.name}
     on_cuda = device.type == "cuda"
     if on_cuda:
         if bench.workshop.kind not in part.kinds:

@@ -33,7 +33,7 @@ class AdapterConfig(BaseModel, frozen=True):
     """The keys that a merge needs, with PEFT's defaults. A pattern names modules by a regular expression."""
 
     peft_type: str = "of no kind"
-    r: int = Field(8, gt=0)
+    r: int = Field(default=8, gt=0)
     lora_alpha: float = 8
     use_rslora: bool = False
     rank_pattern: dict[str, int] | None = None
