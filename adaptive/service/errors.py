@@ -22,6 +22,8 @@ ANTHROPIC = {
 ANTHROPIC_PATHS = "/v1/messages"
 # Seconds after which a client should retry after 429 or 503: about the time of one answer.
 RETRY_AFTER = {"Retry-After": "2"}
+# OpenAI's code for a prompt that is longer than the context, by which clients know that they must shorten it.
+TOO_LONG = "context_length_exceeded"
 # Parts of the place of pydantic's error that name an alternative of a union, such as ``constrained-str``, and no field.
 ALTERNATIVE = re.compile(r".*[\[-].*|str|int|float|bool")
 
@@ -32,7 +34,7 @@ class Problem(BaseModel):
     message: str
     type: str
     param: str | None
-    code: int
+    code: int | str
 
 
 class ErrorBody(BaseModel):
@@ -65,22 +67,29 @@ ANTHROPIC_REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def error_object(status: int, message: str, param: str | None = None, path: str = "") -> dict[str, Any]:
-    """The body of an error on this path."""
+def error_object(
+    status: int, message: str, param: str | None = None, path: str = "", code: str | None = None
+) -> dict[str, Any]:
+    """The body of an error on this path. ``code`` is OpenAI's name for the error; the status if it has none."""
     # A message may quote half of a surrogate pair that a client sent.
     said = message.encode("utf-8", errors="replace").decode("utf-8")
     if path.startswith(ANTHROPIC_PATHS):
         kind = ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": said}}
     kind = OPENAI.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": said, "type": kind, "param": param, "code": status}}
+    return {"error": {"message": said, "type": kind, "param": param, "code": code or status}}
 
 
 def error_response(
-    path: str, status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None
+    path: str,
+    status: int,
+    message: str,
+    param: str | None = None,
+    headers: dict[str, str] | None = None,
+    code: str | None = None,
 ) -> JSONResponse:
     """The response to a refused request of ``path``."""
-    return JSONResponse(error_object(status, message, param, path), status, headers)
+    return JSONResponse(error_object(status, message, param, path, code), status, headers)
 
 
 def refusal_of(errors: Sequence[Any], body: Any) -> tuple[int, str, str | None]:

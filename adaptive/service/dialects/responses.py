@@ -11,6 +11,7 @@ from pydantic import Field
 from adaptive.errors import AdaptiveError
 from adaptive.service.api import Api
 from adaptive.service.calls import AnswerReader, Part, Thought
+from adaptive.service.dialects.response_tools import Offered, ResponseTool, as_arguments, as_input, model_name, offered
 from adaptive.service.figures import figures
 from adaptive.service.formats import Call
 from adaptive.service.jobs import Answer, Failed, Piece
@@ -31,6 +32,8 @@ from adaptive.service.streams import COMPLETION, Served, data_line
 TEXTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
 # Accepted values of ``include``. They have no effect: thinking is sent as text, not encrypted.
 NOTHING_MORE = frozenset({"reasoning.encrypted_content"})
+# The items of calls, and the beginning of their ids.
+CALLS = {"function_call": "fc", "custom_tool_call": "ctc"}
 
 
 class InputPart(LooseModel):
@@ -63,26 +66,15 @@ class InputItem(LooseModel):
     summary: list[InputPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: Text | None = None
+    input: Text | None = None
     output: Text | list[InputPart] | None = None
 
-
-class FunctionTool(LooseModel):
-    """A function that the client runs. Tools that OpenAI runs have another ``type`` and are refused."""
-
-    type: str
-    name: str | None = None
-    description: Text | None = None
-    parameters: dict[str, Any] | None = None
-
-    def translated(self) -> dict[str, Any]:
-        """The tool in the form of chats. Raises AdaptiveError for a tool that the server would have to run."""
-        if self.type != "function" or self.name is None:
-            raise AdaptiveError(f"tools: {self.type[:64]!r} is run by OpenAI, and not here; offer your own")
-        function: dict[str, Any] = {"name": self.name, "parameters": self.parameters or {"type": "object"}}
-        if self.description is not None:
-            function["description"] = self.description
-        return {"type": "function", "function": function}
+    def function(self) -> dict[str, str]:
+        """The call in an item of a call: the name of the function that the model knows, and its arguments as JSON."""
+        arguments = self.arguments or "{}" if self.type == "function_call" else as_arguments(self.input or "")
+        return {"name": model_name(self.name or "", self.namespace), "arguments": arguments}
 
 
 class TextFormat(LooseModel):
@@ -127,7 +119,7 @@ class ResponsesRequest(RequestBody):
     stream: bool | None = False
     temperature: float | None = None
     top_p: float | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -147,9 +139,10 @@ class ResponsesRequest(RequestBody):
         wanted = None if self.text is None or self.text.format is None else self.text.format.translated()
         choice: Any = self.tool_choice
         if isinstance(choice, dict):
-            if choice.get("type") != "function":
+            if choice.get("type") not in ("function", "custom"):
                 raise AdaptiveError("tool_choice: only a function can be chosen by its name")
-            choice = {"type": "function", "function": {"name": choice.get("name")}}
+            name = model_name(str(choice.get("name")), choice.get("namespace"))
+            choice = {"type": "function", "function": {"name": name}}
         return chat_request(
             {
                 "messages": self._messages(),
@@ -157,7 +150,7 @@ class ResponsesRequest(RequestBody):
                 "stream": self.stream,
                 "temperature": self.temperature,
                 "top_p": self.top_p,
-                "tools": [tool.translated() for tool in self.tools] if self.tools else None,
+                "tools": [tool.function for tool in offered(self.tools)] if self.tools else None,
                 "tool_choice": choice,
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
@@ -193,14 +186,13 @@ class ResponsesRequest(RequestBody):
             if item.type == "reasoning":
                 thoughts += text_of(item.content) or text_of(item.summary)
                 continue
-            if item.type == "function_call_output":
+            if item.type in ("function_call_output", "custom_tool_call_output"):
                 said.append({"role": "tool", "content": text_of(item.output), "tool_call_id": item.call_id or ""})
-            elif item.type == "function_call":
-                function = {"name": item.name or "", "arguments": item.arguments or "{}"}
+            elif item.type in ("function_call", "custom_tool_call"):
                 if not said or said[-1]["role"] != "assistant" or thoughts:
                     said.append({"role": "assistant", "content": ""})
                 said[-1].setdefault("tool_calls", []).append(
-                    {"id": item.call_id or "", "type": "function", "function": function}
+                    {"id": item.call_id or "", "type": "function", "function": item.function()}
                 )
             elif item.type == "message" and item.role is not None:
                 said.append({"role": item.role, "content": text_of(item.content)})
@@ -234,8 +226,12 @@ class ResponseWriter:
     def __init__(self, served: Served, body: ResponsesRequest) -> None:
         self._served, self._body = served, body
         self._reader: AnswerReader = served.reading.reader()
+        self._tools: dict[str, Offered] = {
+            tool.function["function"]["name"]: tool for tool in offered(body.tools or ())
+        }
         self._items: list[dict[str, Any]] = []  # all items so far; the last one may still be open
         self._open = False
+        self._written = ""  # the arguments of the open call
         self._events = 0
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -351,11 +347,8 @@ class ResponseWriter:
             return
         self._open = False
         item = self._items[-1]
-        if item["type"] == "function_call":
-            item["status"] = status
-            done = {"name": item["name"], "arguments": item["arguments"]}
-            yield self._event("response.function_call_arguments.done", **self._call_place(), **done)
-            yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+        if item["type"] in CALLS:
+            yield from self._close_call(item, status)
             return
         (part,) = item["content"]
         name = "reasoning_text" if item["type"] == "reasoning" else "output_text"
@@ -368,15 +361,37 @@ class ResponseWriter:
     def _call(self, call: Call) -> Iterator[str]:
         """Begin a call, without its arguments; its item stays open."""
         yield from self._close("completed")
-        number = len(self._items)
-        item = {"type": "function_call", "id": f"fc_{self._served.name}_{number}", "call_id": call.id}
-        self._items.append({**item, "name": call.name, "arguments": "", "status": "in_progress"})
+        number, tool = len(self._items), self._tools.get(call.name)
+        kind = "custom_tool_call" if tool is not None and tool.custom else "function_call"
+        item = {"type": kind, "id": f"{CALLS[kind]}_{self._served.name}_{number}", "call_id": call.id}
+        item["name"] = call.name if tool is None else tool.name
+        if tool is not None and tool.namespace is not None:
+            item["namespace"] = tool.namespace
+        item["input" if kind == "custom_tool_call" else "arguments"] = ""
+        self._written = ""
+        self._items.append({**item, "status": "in_progress"})
         self._open = True
         yield self._event("response.output_item.added", output_index=number, item=self._items[-1])
 
     def _arguments(self, text: str) -> Iterator[str]:
-        self._items[-1]["arguments"] += text
-        yield self._event("response.function_call_arguments.delta", **self._call_place(), delta=text)
+        self._written += text
+        if self._items[-1]["type"] == "function_call":
+            self._items[-1]["arguments"] += text
+            yield self._event("response.function_call_arguments.delta", **self._call_place(), delta=text)
+
+    def _close_call(self, item: dict[str, Any], status: str) -> Iterator[str]:
+        """End a call. The input of a custom tool is sent here, since it is a part of JSON until then."""
+        item["status"] = status
+        if item["type"] == "function_call":
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._event("response.function_call_arguments.done", **self._call_place(), **done)
+        else:
+            item["input"] = as_input(self._written)
+            for kind, field in (("delta", "delta"), ("done", "input")):
+                yield self._event(
+                    f"response.custom_tool_call_input.{kind}", **self._call_place(), **{field: item["input"]}
+                )
+        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _call_place(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
