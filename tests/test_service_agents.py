@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 from conftest import DIALECTS_KEY
@@ -95,11 +95,13 @@ def test_a_prompt_that_is_too_long_is_refused_in_words_that_agents_know(
 ) -> None:
     """By them Claude Code, opencode and pi shorten the conversation; others by OpenAI's code."""
     known = r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)"
-    claude = anthropic.Anthropic(base_url=dialects.url, api_key=DIALECTS_KEY, max_retries=0, timeout=60)
     for words in (1_500, 200_000):  # tokenized in full, and in part
         text = "herring " * words
-        with pytest.raises(anthropic.BadRequestError, match=known):
-            claude.messages.create(model="any", max_tokens=5, messages=[{"role": "user", "content": text}])
+        with dialects.http() as http:
+            asked = {"max_tokens": 5, "messages": [{"role": "user", "content": text}]}
+            refused = http.post("/v1/messages", json=asked)
+        assert refused.status_code == 400
+        assert re.match(known, refused.json()["error"]["message"])
         with pytest.raises(openai.BadRequestError, match=known) as raised:
             client.chat.completions.create(model="any", messages=[{"role": "user", "content": text}])
         assert raised.value.code == "context_length_exceeded"
