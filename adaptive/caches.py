@@ -126,6 +126,12 @@ class Conversation:
         if self.draft is not None and other.draft is not None:
             self.draft.copy_prefix(other.draft, prompt)
 
+    def loses(self, prompt: Sequence[int]) -> bool:
+        """Whether going on with ``prompt`` would drop more than half of what the target's cache holds. Agents ask for a
+        title or a summary under the name of the session whose long text they go on with afterwards."""
+        held = self.target.sequence.length
+        return held > 2 * (self.target.common(prompt) + WORTH_COPYING)
+
     def take_over(self, other: Conversation, prompt: Sequence[int]) -> None:
         """Take the caches of ``other``, which starts anew, and keep only the beginning of ``prompt``."""
         self.target, self.draft = other.target, other.draft
@@ -216,7 +222,8 @@ class Conversations:
             return self._kept[0]
         opening = Opening.of(client, messages, prompt)
         found = self._find(opening, name, prompt)
-        if found is None or found.under_way:  # a second request at the same time gets caches of its own
+        if found is None or found.under_way or (name is not None and found.loses(prompt)):
+            # A second request at the same time gets caches of its own, and so does another text of the same name.
             session, found = found, Conversation(self._target, self._draft, name, opening)
             found.name = found.name if session is None else session.name
         self._kept = [*(c for c in self._kept[-REMEMBERED:] if c is not found), found]

@@ -169,5 +169,5 @@ def _refuse_too_long(tokenizer: PreTrainedTokenizerBase, text: str, context: int
         count += len(tokenizer.encode(text[start : start + PIECE], add_special_tokens=False, verbose=False)) - PER_CUT
         if count > context:
             raise ContextFullError(
-                f"the prompt has far more than the {context} tokens that the model's context holds; shorten it"
+                f"prompt is too long: at least {count} tokens > {context} maximum, the model's context; shorten it"
             )

@@ -126,9 +126,11 @@ def save_random_pair(folder: Path, architecture: str, vocab_size: int | None = N
     return folder / "target", folder / "draft"
 
 
-def save_model_that_says(text: str, folder: Path, special: Sequence[str] = (), template: str | None = None) -> Path:
+def save_model_that_says(
+    text: str, folder: Path, special: Sequence[str] = (), template: str | None = None, context: int = 2048
+) -> Path:
     """Save a model whose answer to any prompt is ``text``. Each token determines the next one, so no token may occur
-    twice. ``special`` adds special tokens, ``template`` replaces the chat template."""
+    twice. ``special`` adds special tokens, ``template`` replaces the chat template, ``context`` is in tokens."""
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
@@ -140,7 +142,7 @@ def save_model_that_says(text: str, folder: Path, special: Sequence[str] = (), t
     model = Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(tokenizer), hidden_size=width, intermediate_size=64, num_hidden_layers=1,
-            num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=False,
+            num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=context, tie_word_embeddings=False,
             bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
         )
     )  # fmt: skip

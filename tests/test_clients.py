@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import httpx
 import openai
 import pytest
 import torch
-from conftest import DIALECTS_KEY
+from conftest import DIALECTS_KEY, TALKATIVE, save_model_that_says
 from service_server import Server
 
 from adaptive.records.log import Log
@@ -39,7 +40,7 @@ FOR_PYTHON = pytest.mark.skipif(sys.version_info[:2] not in ((3, 11), (3, 12)), 
 
 def written(section: str, language: str) -> str:
     """The first block of a section of the page in this language."""
-    found = re.search(rf"## {section}\n.*?```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    found = re.search(rf"##+ {section}\n.*?```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert found is not None
     return found[1]
 
@@ -170,3 +171,70 @@ def test_open_webui_lists_the_model_and_streams_its_answer(dialects: Server, tmp
                     answer += choices[0].get("delta", {}).get("content") or ""
     assert last(dialects).messages[-1].content == QUESTION
     assert answer.strip() == last(dialects).text.strip() != ""
+
+
+NPM = pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
+SAID = "It swims far."
+
+
+@pytest.fixture
+def says(tmp_path: Path) -> Iterator[Server]:
+    """A server whose model says the same to every prompt, and whose context holds those of agents."""
+    model = save_model_that_says(SAID, tmp_path / "says", template=TALKATIVE, context=100_000)
+    one = Server(tmp_path / "home", "--target", str(model), "--distill", "off")
+    try:
+        yield one.wait_until_ready()
+    finally:
+        one.stop()
+
+
+def npm_program(folder: Path, package: str, name: str) -> Path:
+    """Install the package from npm into a new folder. Returns its program."""
+    (folder / "npm").mkdir()
+    (folder / "npm" / "package.json").write_text("{}", encoding="utf-8")
+    command = [str(shutil.which("npm")), "install", "--no-audit", "--no-fund", package]
+    done = subprocess.run(command, cwd=folder / "npm", capture_output=True, text=True, timeout=START_S, check=False)
+    assert done.returncode == 0, done.stderr
+    installed = folder / "npm" / "node_modules" / package / "package.json"
+    print(package, json.loads(installed.read_text(encoding="utf-8"))["version"])
+    return folder / "npm" / "node_modules" / ".bin" / name
+
+
+def two_turns(server: Server, folder: Path, first: list[str], second: list[str], **variables: str) -> None:
+    """Ask an agent a question, and then, in the same session, another. Both are answered and recorded, and the second
+    prompt's beginning is not computed again."""
+    (folder / "project").mkdir()
+    for asked, command in ((QUESTION, first), ("And then?", second)):
+        done = subprocess.run(
+            command, cwd=folder / "project", env={**os.environ, "HOME": str(folder), **variables},
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=START_S, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.strip() == SAID
+        answer = last(server)
+        assert answer.text == SAID
+        assert any(asked in message.content for message in answer.messages)
+    assert answer.timings.cached_n > 10 * answer.timings.prompt_n
+
+
+@pytest.mark.long
+@NPM
+def test_claude_code_asks_the_server_by_the_settings_of_its_page(says: Server, tmp_path: Path) -> None:
+    program = str(npm_program(tmp_path, "@anthropic-ai/claude-code", "claude"))
+    exported = shlex.split(written("Claude Code", "sh").replace("http://127.0.0.1:8080", says.url))
+    settings = dict(one.split("=", 1) for one in exported if "=" in one)
+    settings["DISABLE_AUTOUPDATER"] = "1"
+    two_turns(says, tmp_path, [program, "-p", QUESTION], [program, "-p", "--continue", "And then?"], **settings)
+
+
+@pytest.mark.long
+@NPM
+def test_codex_asks_the_server_by_the_settings_of_its_page(says: Server, tmp_path: Path) -> None:
+    program = str(npm_program(tmp_path, "@openai/codex", "codex"))
+    (tmp_path / ".codex").mkdir()
+    settings = "check_for_update_on_startup = false\n" + written("Codex", "toml")
+    settings = settings.replace("http://127.0.0.1:8080", says.url) + "[analytics]\nenabled = false\n"
+    (tmp_path / ".codex" / "config.toml").write_text(settings, encoding="utf-8")
+    command = [program, "exec", "--skip-git-repo-check"]
+    again = [*command, "resume", "--last", "And then?"]
+    two_turns(says, tmp_path, [*command, QUESTION], again, CODEX_HOME=str(tmp_path / ".codex"))

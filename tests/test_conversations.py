@@ -35,13 +35,15 @@ def session(own_home: Path) -> Iterator[OpenedPair]:
         yield opened
 
 
-def ask(session: OpenedPair, *messages: Message, stop: StopParams = SHORT, client: str = "me") -> tuple[str, int, int]:
+def ask(
+    session: OpenedPair, *messages: Message, stop: StopParams = SHORT, client: str = "me", name: str | None = None
+) -> tuple[str, int, int]:
     """The answer's text, the number of prompt tokens found in a cache, and the prompt's length in tokens."""
     assistant = session.assistant
     chat = [{"role": m.role, "content": m.content} for m in messages]
     text = str(session.pair.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
     prompt = session.pair.tokenizer.encode(text, add_special_tokens=False)
-    for _ in assistant.answer(Question(prompt, messages, "", GREEDY, stop, client=client)):
+    for _ in assistant.answer(Question(prompt, messages, "", GREEDY, stop, name, client=client)):
         pass
     assert assistant.last is not None
     return assistant.last.text, assistant.last.timings.cached_n, len(prompt)
@@ -89,6 +91,18 @@ def test_asking_the_same_again_finds_its_cache_and_is_one_session(session: Opene
         assert cached == (read - 1 if number else 0)
     assert len(texts) == 1
     assert sessions(session) == [4]
+
+
+def test_a_title_asked_for_under_the_name_of_a_session_leaves_its_cache_alone(session: OpenedPair) -> None:
+    """As opencode does, which names its session in each request."""
+    question = Message("user", "What is a boat?")
+    said, _, read = ask(session, SYSTEM, question, name="agent")
+    title = Message("system", "A title of three words."), question
+    for more in ("And then?", "Why?"):
+        ask(session, *title, name="agent")
+        talk = (SYSTEM, question, Message("assistant", said), Message("user", more))
+        assert ask(session, *talk, name="agent")[1] >= read - 10
+    assert sessions(session) == [5]
 
 
 def test_examples_before_a_question_and_other_clients_make_no_common_session(session: OpenedPair) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from adaptive.assistant import sampling_params
 from adaptive.drafting.archive import owner_name
 from adaptive.encoding import encode_text
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, ContextFullError
 from adaptive.grammar import Grammar
 from adaptive.headers import session_name
 from adaptive.opened import OpenedPair
@@ -120,7 +120,7 @@ class Api:
             client=body.user or (request.client.host if request.client else ""),
             owner=owner_name(body.user or ""),
             session=session_name(request.headers.get("x-session-id", "").encode("latin-1")) or None,
-            record=body.store is not False,
+            record=wants_record(body, request.headers.get("x-store", "")),
             supervise=top is not None,
             stream=bool(body.stream),
             grammar=grammar,
@@ -175,6 +175,15 @@ async def _gone(request: Request) -> None:
         pass
 
 
+def wants_record(body: Common, header: str) -> bool:
+    """Whether the answer may be logged. The header X-Store takes precedence over ``store``: agents whose requests all
+    say ``store: false`` let their user set a header. Raises AdaptiveError for another value of it."""
+    said = header.strip().lower()
+    if said not in ("", "true", "false"):
+        raise AdaptiveError("X-Store: send true or false")
+    return body.store is not False if not said else said == "true"
+
+
 def check_tokens(tokens: list[int], vocab_size: int) -> None:
     """Raise AdaptiveError for an id outside the vocabulary."""
     wrong = next((t for t in tokens if t >= vocab_size), None)
@@ -188,8 +197,9 @@ def check_prompts(prompts: tuple[Prompt, ...], context: int) -> None:
         if not prompt.ids:
             raise AdaptiveError("the prompt is empty; give at least one token")
         if len(prompt.ids) >= context:
-            raise AdaptiveError(
-                f"the prompt has {len(prompt.ids)} tokens and the model's context holds {context}; shorten it"
+            # Agents know these words of Anthropic's API, and shorten the conversation by themselves.
+            raise ContextFullError(
+                f"prompt is too long: {len(prompt.ids)} tokens > {context} maximum, the model's context; shorten it"
             )
 
 

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from adaptive.caches import Conversations
-from adaptive.errors import AdaptiveError
+from adaptive.errors import AdaptiveError, ContextFullError
 from adaptive.installation import version
 from adaptive.service.answers import add_answers
 from adaptive.service.api import Api, model_object
@@ -26,6 +26,7 @@ from adaptive.service.engine import EngineThread
 from adaptive.service.errors import (
     REFUSALS,
     RETRY_AFTER,
+    TOO_LONG,
     DetailedError,
     advice,
     error_object,
@@ -158,6 +159,9 @@ def _errors(app: FastAPI, api: Api) -> None:
         api.metrics.refused(400)
         return error_response(request.url.path, 400, str(error), details=details)
 
+    async def too_long(request: Request, error: ContextFullError) -> Response:
+        return refuse(request, 400, str(error), code=TOO_LONG)
+
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return refuse(request, *refusal_of(error.errors(), error.body))
 
@@ -178,13 +182,19 @@ def _errors(app: FastAPI, api: Api) -> None:
         return refuse(request, error.status_code, said)
 
     def refuse(
-        request: Request, status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None
+        request: Request,
+        status: int,
+        message: str,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+        code: str | None = None,
     ) -> JSONResponse:
         api.metrics.refused(status)
-        return error_response(request.url.path, status, message, param, headers)
+        return error_response(request.url.path, status, message, param, headers, code)
 
     handlers: dict[Any, Handler] = {
         AdaptiveError: mistake,
+        ContextFullError: too_long,
         RequestValidationError: invalid,
         QueueFullError: full,
         NotReadyError: not_ready,

@@ -386,7 +386,8 @@ class EngineThread:
         for adapter, rounds in answering.rounds_by_adapter:
             for listener in self._listeners:
                 listener.answered(adapter, rounds)
-        logger.info("%s: %s", printable_line(ask.owner[:8] or ask.client) or "client", line(done, how))
+        client = printable_line(ask.owner[:8] or ask.client) or "client"
+        logger.info("%s: %s%s", client, line(done, how), "" if ask.record else "; not recorded, as the client asked")
         work.answering, work.answer = None, None
         if done.finish_reason != "cancelled":
             work.answer = Answer(

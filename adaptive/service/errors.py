@@ -33,6 +33,8 @@ WRONG_BASES = {
         "the client's base URL should be the server's address with /v1",
     ),
 }
+# OpenAI's code for a prompt that is longer than the context, by which clients know that they must shorten it.
+TOO_LONG = "context_length_exceeded"
 # Parts of the place of pydantic's error that name an alternative of a union, such as ``constrained-str``, and no field.
 ALTERNATIVE = re.compile(r".*[\[-].*|str|int|float|bool")
 
@@ -43,7 +45,7 @@ class Problem(BaseModel):
     message: str
     type: str
     param: str | None
-    code: int
+    code: int | str
 
 
 class ErrorBody(BaseModel):
@@ -86,9 +88,15 @@ class DetailedError(AdaptiveError):
 
 
 def error_object(
-    status: int, message: str, param: str | None = None, path: str = "", details: dict[str, Any] | None = None
+    status: int,
+    message: str,
+    param: str | None = None,
+    path: str = "",
+    code: str | None = None,
+    details: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The body of an error on this path. ``details``: see ``DetailedError``."""
+    """The body of an error on this path. ``code`` is OpenAI's name for the error; the status if it has none.
+    ``details``: see ``DetailedError``."""
     # A message may quote half of a surrogate pair that a client sent.
     said = message.encode("utf-8", errors="replace").decode("utf-8")
     if path.startswith(ANTHROPIC_PATHS):
@@ -96,7 +104,7 @@ def error_object(
         more = {} if details is None else {"details": details}
         return {"type": "error", "error": {"type": kind, "message": said, **more}}
     kind = OPENAI.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": said, "type": kind, "param": param, "code": status}}
+    return {"error": {"message": said, "type": kind, "param": param, "code": code or status}}
 
 
 def error_response(
@@ -105,10 +113,11 @@ def error_response(
     message: str,
     param: str | None = None,
     headers: dict[str, str] | None = None,
+    code: str | None = None,
     details: dict[str, Any] | None = None,
 ) -> JSONResponse:
-    """The response to a refused request of ``path``. ``details``: see ``DetailedError``."""
-    return JSONResponse(error_object(status, message, param, path, details), status, headers)
+    """The response to a refused request of ``path``. ``code`` and ``details`` as in ``error_object``."""
+    return JSONResponse(error_object(status, message, param, path, code, details), status, headers)
 
 
 def advice(path: str) -> str:

@@ -36,4 +36,4 @@ class KeptItems:
 
 def _characters(item: dict[str, Any]) -> int:
     parts = [*item.get("summary", ()), *item.get("content", ())]
-    return len(item.get("arguments", "")) + sum(len(part["text"]) for part in parts)
+    return len(item.get("arguments", "")) + len(item.get("input", "")) + sum(len(part["text"]) for part in parts)
