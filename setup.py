@@ -6,6 +6,7 @@ operations, and Python.
 """
 
 import hashlib
+import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ FOLDER = Path("adaptive/engines/cpu/native")
 INDEX = Path("adaptive/drafting/native")
 COMMON = "-std=c++17 -O3 -g0 -fvisibility=hidden"
 AVX512BF16 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vnni -mfma"
-FLAGS = {
+X86 = {
     "amx": f"{AVX512BF16} -mamx-tile -mamx-bf16",
     "avx512bf16": AVX512BF16,
     "avx512vnni": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma",
     "avx2": "-mavx2 -mfma",
 }
+ARM = {"neondot": "-march=armv8.2-a+dotprod", "neon": ""}
+FLAGS = ARM if platform.machine() in ("aarch64", "arm64") else X86
 
 
 class Build(build_ext):

@@ -377,9 +377,10 @@ def test_what_is_cut_is_what_transformers_cuts(count: int, instructions: str) ->
             out = found.probabilities(logits, params, torch.empty_like(logits))
             assert (out.double().sum(-1) - 1).abs().max() < 1e-5
             for given, ours, theirs in zip(logits, out, expected, strict=True):
-                # Any of several tokens tied at the cut may stay, and rounding may keep a few more or fewer.
+                # Any of several tokens tied at the cut may stay, and rounding may keep a few more or fewer: where the
+                # last 1e-4 of the mass are cut, 1e-7 of it is up to 1.4e-3 in logits with these random numbers.
                 kept, wanted = ours > 1e-30, theirs > 1e-30
-                assert (given[kept != wanted] - given[wanted].min()).abs().le(1e-3).all()
+                assert (given[kept != wanted] - given[wanted].min()).abs().le(3e-3).all()
                 more = abs(int(kept.sum()) - int(wanted.sum()))
                 assert more <= 1 + int(wanted.sum()) // 1000
                 bound = 1e-6 + (1e-4 + more / int(wanted.sum())) * theirs.max()

@@ -82,3 +82,17 @@ def test_a_library_exports_nothing_but_its_module(name: str) -> None:
         pytest.skip("was not built: the compiler does not know these instructions")
     listed = subprocess.run(["nm", "-D", "--defined-only", file], capture_output=True, text=True, check=True).stdout
     assert [line.split()[-1] for line in listed.splitlines()] == [f"PyInit_{name}"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("flags", [[], ["-march=armv8.2-a+dotprod"]], ids=["neon", "neondot"])
+def test_the_kernels_compile_for_arm(flags: list[str], tmp_path: Path) -> None:
+    """``scripts/emulated_arm.sh`` runs them, too."""
+    compiler = shutil.which("aarch64-linux-gnu-g++")
+    if compiler is None:
+        pytest.skip("there is no compiler for ARM on this machine")
+    everything = tmp_path / "everything.cpp"
+    everything.write_text('#include "draft.h"\n#include "verify.h"\n', encoding="utf-8")
+    subprocess.run(
+        [compiler, "-std=c++17", "-fsyntax-only", "-Wall", *flags, f"-I{kernels.NATIVE}", everything], check=True
+    )

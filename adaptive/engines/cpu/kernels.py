@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import platform
+import sys
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
@@ -27,12 +29,14 @@ from adaptive.installation import build_advice, install_command
 NATIVE = Path(__file__).parent / "native"
 # By instruction set, best first: the processor flags that it needs, as Linux names them.
 AVX512BF16 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma"}
-LIBRARIES = {
+X86 = {
     "amx": AVX512BF16 | {"amx_tile", "amx_bf16"},
     "avx512bf16": AVX512BF16,
     "avx512vnni": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma"},
     "avx2": {"avx2", "fma"},
 }
+ARM = {"neondot": {"asimd", "asimddp"}, "neon": {"asimd"}}
+LIBRARIES = ARM if platform.machine() in ("aarch64", "arm64") else X86
 
 
 class Prologue(IntEnum):
@@ -134,11 +138,13 @@ def problem() -> str | None:
 @cache
 def runnable() -> tuple[str, ...]:
     """The names of the libraries that this processor could run, best first."""
+    if sys.platform == "darwin" and LIBRARIES is ARM:
+        return tuple(ARM)  # all of Apple's ARM processors have both
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return ()
-    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    flags = next((set(line.split()) for line in lines if line.startswith(("flags", "Features"))), set())
     return tuple(name for name, needed in LIBRARIES.items() if needed <= flags)
 
 

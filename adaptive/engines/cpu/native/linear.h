@@ -16,9 +16,10 @@
 
 namespace {
 
-constexpr int VECTORS = 2;
+// A panel of 32-bit numbers is at least a line of the processor's cache.
+constexpr int VECTORS = LANES < 8 ? 4 : 2;
 constexpr int PANEL = LANES * VECTORS;
-// Rows whose sums fit into the 32 or 16 vector registers beside a panel's weights.
+// Rows whose sums fit into the 32 (AVX-512, ARM) or 16 vector registers beside a panel's weights.
 #if defined(__AVX512F__)
 constexpr int TILE = 12;
 #else
@@ -186,8 +187,14 @@ inline float convert(const float* x, int count, Whole* out) {
   Words most = {};
   uint32_t top = 0;
   int k = 0;
-  for (; k + LANES <= count; k += LANES)
-    most = (Words)_mm256_max_epu32((__m256i)most, (__m256i)((Words)at(x + k) & MAGNITUDE));
+  for (; k + LANES <= count; k += LANES) {
+    const Words magnitude = (Words)at(x + k) & MAGNITUDE;
+#if defined(__ARM_NEON)
+    most = magnitude > most ? magnitude : most;
+#else
+    most = (Words)_mm256_max_epu32((__m256i)most, (__m256i)magnitude);
+#endif
+  }
   for (; k < count; k++) {
     uint32_t bits;
     std::memcpy(&bits, x + k, 4);
@@ -196,9 +203,16 @@ inline float convert(const float* x, int count, Whole* out) {
   for (int lane = 0; lane < LANES; lane++) top = std::max(top, most[lane]);
   const float scale = step_of(top), steps = 1 / scale;
   for (k = 0; k + LANES <= count; k += LANES) {
-    const __m256i whole = _mm256_cvtps_epi32((__m256)(at(x + k) * steps));
+    const Vector x_steps = at(x + k) * steps;
+#if defined(__ARM_NEON)
+    const int16x4_t pairs = vqmovn_s32(vcvtnq_s32_f32((float32x4_t)x_steps));
+    const int8x8_t whole = vqmovn_s16(vcombine_s16(pairs, pairs));
+    std::memcpy(out + k, &whole, LANES);
+#else
+    const __m256i whole = _mm256_cvtps_epi32((__m256)x_steps);
     const __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
     _mm_storel_epi64((__m128i*)(out + k), _mm_packs_epi16(pairs, pairs));
+#endif
   }
   for (; k < count; k++) out[k] = Whole(std::lrint(x[k] * steps));
   return scale;
@@ -236,8 +250,8 @@ inline void fetch(const void* w) {
   if constexpr (FETCH != NOTHING)
     for (int at = 0; at < BYTES; at += LINE) {
       const char* line = (const char*)w + at;
-      if constexpr (FETCH == FAR_AHEAD) _mm_prefetch(line + FAR, _MM_HINT_T1);
-      _mm_prefetch(line + (FETCH == FAR_AHEAD ? NEAR : AHEAD), _MM_HINT_T0);
+      if constexpr (FETCH == FAR_AHEAD) __builtin_prefetch(line + FAR, 0, 2);
+      __builtin_prefetch(line + (FETCH == FAR_AHEAD ? NEAR : AHEAD), 0, 3);
     }
 }
 
@@ -304,6 +318,8 @@ inline void tile(const uint16_t* w, const Narrow* x, int stride, int inputs, boo
 
 #if defined(__AVX512F__)
 typedef __m512i Wholes;
+#elif defined(__ARM_NEON)
+typedef int32x4_t Wholes;
 #else
 typedef __m256i Wholes;
 #endif
@@ -318,6 +334,13 @@ inline Wholes wholes(const void* from) {
 inline Wholes add_products(Wholes sum, int32_t four, Wholes weights) {
 #if defined(__AVX512VNNI__)
   return _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(four), weights);
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return vdotq_s32(sum, vreinterpretq_s8_s32(weights), vreinterpretq_s8_s32(vdupq_n_s32(four)));
+#elif defined(__ARM_NEON)
+  // A sum of two products is within 16 bits, as below.
+  const int8x16_t w = vreinterpretq_s8_s32(weights), x = vreinterpretq_s8_s32(vdupq_n_s32(four));
+  const int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(x)), high = vmull_s8(vget_high_s8(w), vget_high_s8(x));
+  return vpadalq_s16(sum, vpaddq_s16(low, high));
 #else
   // The signs move to the weights, as the instruction requires. A sum of two products is at most 2 * 127 * 127, within
   // 16 bits.
@@ -359,9 +382,9 @@ inline int tile_of(int rows, const Tile& tile) {
 template <class Weight>
 inline int next_tile(int rows) {
 #if !defined(__AVX512F__)
-  // Tiles of nearly one size: a small one adds to too few sums to be fast. Of bfloat16 five rows: for the sums of six a
-  // register is missing, that of the mask for the second half of each pair of weights.
-  constexpr int MOST = sizeof(Weight) == 2 ? TILE - 1 : TILE;
+  // Tiles of nearly one size: a small one adds to too few sums to be fast. With 16 registers five rows of bfloat16:
+  // for the sums of six one is missing, that of the mask for the second half of each pair of weights.
+  constexpr int MOST = LANES == 8 && sizeof(Weight) == 2 ? TILE - 1 : TILE;
   const int tiles = (rows + MOST - 1) / MOST;
   if (rows > TILE) return (rows + tiles - 1) / tiles;
 #endif

@@ -49,8 +49,10 @@ inline Vector exponential_of(Vector x) {
 inline Vector uniform_of(Keys keys, uint32_t first) {
 #if defined(__AVX512F__)
   const Words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-#else
+#elif defined(__AVX2__)
   const Words lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+#else
+  const Words lanes = {0, 1, 2, 3};
 #endif
   const Words bits = mix(mix((lanes + first) * 0x9e3779b9u + keys.low) ^ keys.high);
   return lower(__builtin_convertvector(bits, Vector) * 0x1p-32f + 0x1p-33f, Vector{} + 0x1.fffffep-1f);
@@ -59,6 +61,8 @@ inline Vector uniform_of(Keys keys, uint32_t first) {
 inline bool any_above(Vector a, Vector b) {
 #if defined(__AVX512F__)
   return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
+#elif defined(__ARM_NEON)
+  return vmaxvq_u32(vcgtq_f32((float32x4_t)a, (float32x4_t)b)) != 0;
 #else
   return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ)) != 0;
 #endif

@@ -8,7 +8,6 @@
 
 #pragma once
 
-#include <immintrin.h>
 #include <pthread.h>
 #include <sched.h>
 
@@ -20,7 +19,18 @@
 #include <mutex>
 #include <thread>
 
+#include "vectors.h"
+
 namespace {
+
+// Makes a thread that polls leave the core's resources to others for a moment.
+inline void pause() {
+#if defined(__ARM_NEON)
+  __asm__ volatile("isb");  // "yield" takes no time on most processors
+#else
+  _mm_pause();
+#endif
+}
 
 // Nanoseconds for which a thread polls for shares before it sleeps, about the time from one pass to the next. Too high:
 // other programs lose a core. Too low: every pass has to wake the threads.
@@ -62,7 +72,7 @@ class Pool {
     while (claim_and_do()) {}
     for (int looks = 0; done_.load(std::memory_order_acquire) < shares; looks++) {
       if (looks < PATIENT)
-        _mm_pause();
+        pause();
       else
         sched_yield();
     }
@@ -102,7 +112,7 @@ class Pool {
       bool found = false;
       while (!found && Clock::now() < until)
         for (int look = 0; !found && look < LOOKS; look++) {
-          _mm_pause();
+          pause();
           found = claim_and_do();
         }
       if (found) continue;

@@ -1,9 +1,13 @@
-// Vectors of numbers and scratch memory, which all kernels share. Compiled once for each instruction set (avx2.cpp,
-// avx512vnni.cpp, avx512bf16.cpp, amx.cpp); kernels.py chooses among them.
+// Vectors of numbers and scratch memory, which all kernels share. Compiled once for each instruction set: on x86 avx2.cpp,
+// avx512vnni.cpp, avx512bf16.cpp and amx.cpp, on ARM neon.cpp and neondot.cpp; kernels.py chooses among them.
 
 #pragma once
 
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#else
 #include <immintrin.h>
+#endif
 
 #include <algorithm>
 #include <cmath>
@@ -17,8 +21,10 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
-#else
+#elif defined(__AVX2__)
 constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
 #endif
 
 // Vectors may be loaded from and stored to the address of any float.
@@ -54,6 +60,8 @@ inline void store(float x, uint16_t* to) { *to = rounded(x); }
 inline float total(Vector v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)v);
+#elif defined(__ARM_NEON)
+  return vaddvq_f32((float32x4_t)v);
 #else
   __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
   half = _mm_add_ps(half, _mm_movehl_ps(half, half));
@@ -65,6 +73,8 @@ inline float total(Vector v) {
 inline float topmost(Vector v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)v);
+#elif defined(__ARM_NEON)
+  return vmaxvq_f32((float32x4_t)v);
 #else
   __m128 half = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
   half = _mm_max_ps(half, _mm_movehl_ps(half, half));

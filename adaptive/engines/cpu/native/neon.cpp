@@ -1,0 +1,2 @@
+#define ADAPTIVE_MODULE neon
+#include "module.h"

@@ -1,0 +1,2 @@
+#define ADAPTIVE_MODULE neondot
+#include "module.h"
