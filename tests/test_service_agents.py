@@ -15,8 +15,10 @@ from service_server import Server
 from adaptive.pair import load_tokenizer
 from adaptive.records.log import Log
 from adaptive.service.calls import Reading
-from adaptive.service.dialects.responses import ResponsesRequest, ResponseWriter
+from adaptive.service.dialects.response_writer import ResponseWriter
+from adaptive.service.dialects.responses import ResponsesRequest
 from adaptive.service.formats import format_of
+from adaptive.service.items import KeptItems
 from adaptive.service.jobs import Piece
 from adaptive.service.streams import Served
 from adaptive.settings import load_settings
@@ -68,7 +70,7 @@ def test_a_custom_tool_is_called_with_a_text(client: openai.OpenAI) -> None:
     grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "wish"'}
     tools = [{"type": "custom", "name": "wish", "description": "Say a wish", "format": grammar}]
     body = ResponsesRequest.model_validate({"input": "Hello", "tools": tools, "stream": True})
-    asked = body.translated().tools or []
+    asked = body.translated(KeptItems()).tools or []
     assert asked[0]["function"]["description"].endswith('start: "wish"')
     reading = Reading(format_of("<tool_call>"), tuple(asked))
     writer = ResponseWriter(Served("x", 0, "m", load_tokenizer(load_settings({})), reading, 3), body)
@@ -124,3 +126,33 @@ def test_an_agent_that_never_wants_to_be_stored_is_recorded_if_its_user_says_so(
     assert recorded(**{"X-Store": "false"}) == 0
     with pytest.raises(openai.BadRequestError, match="X-Store: send true or false"):
         recorded(**{"X-Store": "maybe"})
+
+
+def test_a_picture_in_the_result_of_a_tool_does_not_end_the_session(dialects: Server) -> None:
+    """An agent that has read one sends it again in every later request."""
+    question = {"role": "user", "content": "What is on it?"}
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    call = {"type": "tool_use", "id": "t1", "name": "read", "input": {}}
+    function = {"id": "t1", "type": "function", "function": {"name": "read", "arguments": "{}"}}
+    picture = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    results: list[tuple[str, str, str, list[dict[str, Any]], list[dict[str, Any]]]] = [
+        ("/v1/messages", "messages", "image", [question, {"role": "assistant", "content": [call]}],
+         [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [block]}]}]),
+        ("/v1/chat/completions", "messages", "image_url", [question, {"role": "assistant", "tool_calls": [function]}],
+         [{"role": "tool", "tool_call_id": "t1", "content": [{"type": "text", "text": "Here: "}, url]}]),
+        ("/v1/responses", "input", "input_image",
+         [question, {"type": "function_call", "call_id": "t1", "name": "read", "arguments": "{}"}],
+         [{"type": "function_call_output", "call_id": "t1", "output": [picture]}]),
+    ]  # fmt: skip
+    with dialects.http() as http:
+        for path, field, kind, before, result in results:
+            limit = "max_output_tokens" if field == "input" else "max_tokens"
+            answer = http.post(path, json={"model": "any", limit: 2, field: before + result})
+            assert answer.status_code == 200, answer.text
+            with Log(dialects.records) as log:
+                said = list(log.generations(with_supervision=False))[-1].generation.messages[-1]
+            assert said.role == "tool"
+            assert said.content.endswith(f"[{kind}: not shown, as the model reads only text]")
+        asked = {"model": "any", "max_tokens": 2, "messages": [{"role": "user", "content": [url]}]}
+        assert http.post("/v1/chat/completions", json=asked).status_code == 400

@@ -8,7 +8,8 @@ change an answer (``PASSED_OVER``, ``AS_EVER``, empty values) are ignored.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from pydantic_core import PydanticCustomError
@@ -112,6 +113,26 @@ class Part(LooseModel):
         return known
 
 
+class Readable(Protocol):
+    """A part of a message. ``said`` is its text; it raises AdaptiveError if the part is none."""
+
+    type: str
+
+    def said(self) -> str: ...
+
+
+def result_of(parts: Iterable[Readable]) -> str:
+    """The text of a tool's result, with a note in place of other parts, such as pictures. They are not refused: an
+    agent sends a result again in every later request, so that its session could not go on."""
+    said = []
+    for part in parts:
+        try:
+            said.append(part.said())
+        except AdaptiveError:
+            said.append(f"[{part.type[:64]}: not shown, as the model reads only text]")
+    return "".join(said)
+
+
 class ChatMessage(LooseModel):
     """One message, with fields for tool calls, their results and thinking."""
 
@@ -126,9 +147,9 @@ class ChatMessage(LooseModel):
     tool_call_id: str | None = None
 
     def said(self) -> str:
-        """The text of the message. Raises AdaptiveError for a part that is not text."""
+        """The text of the message. Raises AdaptiveError for a part that is not text, except in a tool's result."""
         if isinstance(self.content, list):
-            return "".join(part.said() for part in self.content)
+            return result_of(self.content) if self.role == "tool" else "".join(part.said() for part in self.content)
         return self.content or self.refusal or ""
 
     def for_template(self) -> dict[str, Any]:

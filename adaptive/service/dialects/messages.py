@@ -29,6 +29,7 @@ from adaptive.service.schemas import (
     RequestBody,
     Text,
     chat_request,
+    result_of,
 )
 from adaptive.service.streams import COMPLETION, Served, data_line
 
@@ -80,7 +81,8 @@ class AnthropicMessage(LooseModel):
                 if text:
                     yield {"role": self.role, "content": text}
                     text = ""
-                yield {"role": "tool", "content": texts(block.content), "tool_call_id": block.tool_use_id or ""}
+                result = result_of(block.content) if isinstance(block.content, list) else block.content or ""
+                yield {"role": "tool", "content": result, "tool_call_id": block.tool_use_id or ""}
             elif block.type == "tool_use":
                 function = {"name": block.name or "", "arguments": json.dumps(block.input or {}, ensure_ascii=False)}
                 calls.append({"id": block.id or "", "type": "function", "function": function})
@@ -91,11 +93,6 @@ class AnthropicMessage(LooseModel):
         if text or thoughts or calls:
             extra = {"reasoning_content": thoughts or None, "tool_calls": calls or None}
             yield {"role": self.role, "content": text, **{name: value for name, value in extra.items() if value}}
-
-
-def texts(content: str | list[TextBlock] | None) -> str:
-    """The text of a content. Raises AdaptiveError for blocks that are not text."""
-    return "".join(block.said() for block in content) if isinstance(content, list) else content or ""
 
 
 class Tool(LooseModel):

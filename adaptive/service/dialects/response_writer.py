@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from adaptive.service.calls import AnswerReader, Part, Thought
 from adaptive.service.dialects.response_tools import Offered, as_input, offered
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 CALLS = {"function_call": "fc", "custom_tool_call": "ctc"}
 
 
-class _Place(NamedTuple):
+@dataclass(frozen=True)
+class _Place:
     """Where an item has its text: in the first part of its ``field``. ``event``, ``opened`` and ``index`` are parts of
     the names of events and of their fields."""
 

@@ -21,6 +21,7 @@ from adaptive.service.schemas import (
     RequestBody,
     Text,
     chat_request,
+    result_of,
 )
 from adaptive.service.streams import COMPLETION, Served
 
@@ -190,7 +191,8 @@ class ResponsesRequest(RequestBody):
                 thoughts += text_of(item.content) or text_of(item.summary)
                 continue
             if item.type in ("function_call_output", "custom_tool_call_output"):
-                said.append({"role": "tool", "content": text_of(item.output), "tool_call_id": item.call_id or ""})
+                result = result_of(item.output) if isinstance(item.output, list) else item.output or ""
+                said.append({"role": "tool", "content": result, "tool_call_id": item.call_id or ""})
             elif item.type in ("function_call", "custom_tool_call"):
                 if not said or said[-1]["role"] != "assistant" or thoughts:
                     said.append({"role": "assistant", "content": ""})
