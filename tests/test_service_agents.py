@@ -15,8 +15,8 @@ from service_server import Server
 from adaptive.pair import load_tokenizer
 from adaptive.records.log import Log
 from adaptive.service.calls import Reading
+from adaptive.service.dialects.response_request import ResponsesRequest
 from adaptive.service.dialects.response_writer import ResponseWriter
-from adaptive.service.dialects.responses import ResponsesRequest
 from adaptive.service.formats import format_of
 from adaptive.service.items import KeptItems
 from adaptive.service.jobs import Piece

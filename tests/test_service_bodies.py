@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from adaptive.errors import AdaptiveError
-from adaptive.service.dialects.responses import ResponsesRequest
+from adaptive.service.dialects.response_request import ResponsesRequest
 from adaptive.service.items import MOST_CHARACTERS, MOST_ITEMS, KeptItems
 from adaptive.service.schemas import ChatRequest
 

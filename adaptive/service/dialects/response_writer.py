@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from adaptive.service.calls import AnswerReader, Part, Thought
+from adaptive.service.dialects.response_request import ResponsesRequest
 from adaptive.service.dialects.response_tools import Offered, as_input, offered
 from adaptive.service.figures import figures, tokens_of
 from adaptive.service.formats import Call
@@ -14,9 +15,6 @@ from adaptive.service.items import KeptItems
 from adaptive.service.jobs import Answer, Failed, Piece
 from adaptive.service.partial import Arguments, CallBegins, CallBroken
 from adaptive.service.streams import Served, data_line
-
-if TYPE_CHECKING:
-    from adaptive.service.dialects.responses import ResponsesRequest
 
 # The items of calls, and the beginning of their ids.
 CALLS = {"function_call": "fc", "custom_tool_call": "ctc"}
