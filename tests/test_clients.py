@@ -179,8 +179,9 @@ SAID = "It swims far."
 
 @pytest.fixture
 def says(tmp_path: Path) -> Iterator[Server]:
-    """A server whose model says the same to every prompt, and whose context holds those of agents."""
-    model = save_model_that_says(SAID, tmp_path / "says", template=TALKATIVE, context=100_000)
+    """A server whose model says the same to every prompt, without thinking, and whose context holds those of agents."""
+    template = TALKATIVE.partition("{% if enable_thinking %}")[0]
+    model = save_model_that_says(SAID, tmp_path / "says", template=template, context=100_000)
     one = Server(tmp_path / "home", "--target", str(model), "--distill", "off")
     try:
         yield one.wait_until_ready()
