@@ -155,9 +155,7 @@ def _errors(app: FastAPI, api: Api) -> None:
     Handler = Callable[[Request, Any], Awaitable[Response]]  # noqa: N806 - a type
 
     async def mistake(request: Request, error: AdaptiveError) -> Response:
-        details = error.details if isinstance(error, DetailedError) else None
-        api.metrics.refused(400)
-        return error_response(request.url.path, 400, str(error), details=details)
+        return refuse(request, 400, str(error), details=error.details if isinstance(error, DetailedError) else None)
 
     async def too_long(request: Request, error: ContextFullError) -> Response:
         return refuse(request, 400, str(error), code=TOO_LONG)
@@ -181,16 +179,10 @@ def _errors(app: FastAPI, api: Api) -> None:
         said = f"{request.method} {path}: {error.detail}{advice(path)}" if lost else str(error.detail)
         return refuse(request, error.status_code, said)
 
-    def refuse(
-        request: Request,
-        status: int,
-        message: str,
-        param: str | None = None,
-        headers: dict[str, str] | None = None,
-        code: str | None = None,
-    ) -> JSONResponse:
+    def refuse(request: Request, status: int, message: str, *place: Any, **more: Any) -> JSONResponse:
+        """Count a refusal and answer with it; ``place`` and ``more`` are further parameters of ``error_response``."""
         api.metrics.refused(status)
-        return error_response(request.url.path, status, message, param, headers, code)
+        return error_response(request.url.path, status, message, *place, **more)
 
     handlers: dict[Any, Handler] = {
         AdaptiveError: mistake,
