@@ -1,4 +1,4 @@
-"""Groups of commands: without a command they print their help and exit with 0."""
+"""Groups of commands: without a command they print their help and exit with 0. And how a command's help looks."""
 
 from __future__ import annotations
 
@@ -25,3 +25,14 @@ def print_help_if_alone(context: typer.Context) -> None:
         said = context.get_help()
         if said:
             typer.echo(said)
+
+
+def leave_out_types_of_flags(command: Any, parent: typer.Context | None = None) -> None:
+    """Have the help of a command, or of a group's commands, show nothing after a flag. Typer shows ``<bool>``, as if it
+    took a value."""
+    context = typer.Context(command, parent=parent, **command.context_settings)
+    for option in command.get_params(context):
+        if getattr(option, "is_flag", False):
+            option.metavar = ""
+    for child in getattr(command, "commands", {}).values():
+        leave_out_types_of_flags(child, context)

@@ -10,6 +10,7 @@ import contextlib
 import io
 import logging
 import os
+import signal
 import sys
 import traceback
 from typing import Annotated
@@ -41,7 +42,7 @@ from cli import (
 )
 from cli.allocation import keep_buffers, look_for_cycles_less
 from cli.ending import ended_in_order
-from cli.groups import print_help_if_alone
+from cli.groups import leave_out_types_of_flags, print_help_if_alone
 from cli.logs import show_log
 from cli.waiting import wait
 
@@ -51,6 +52,7 @@ app = typer.Typer(
     invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 # Exit status if what reads the output has ended: that of a program that the shell saw ended by SIGPIPE.
@@ -103,6 +105,8 @@ def run() -> None:
     try:
         with ended_in_order():
             _run()
+    except KeyboardInterrupt:  # outside a command; Typer makes an exit with the same status of one within it
+        sys.exit(128 + signal.SIGINT)
     except (SystemExit, BrokenPipeError) as ending:
         if not _reader_has_ended(ending):
             raise
@@ -152,7 +156,9 @@ def _run() -> None:
     # bitsandbytes warns about a missing kernel for 4-bit weights that is not needed here.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
-        app()
+        command = typer.main.get_command(app)
+        leave_out_types_of_flags(command)
+        command()
     except (AdaptiveError, ModuleNotFoundError, MemoryError, RuntimeError, OSError) as error:
         text = _in_words(error)
         if text is None:

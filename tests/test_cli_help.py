@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -86,6 +87,14 @@ def test_help_of_a_group_has_an_example_of_its_commands(name: str) -> None:
     examples = [line.strip().removeprefix("Example: ") for line in text.splitlines() if "Example: " in line]
     assert examples, f"the help of `adaptive {name}` has no line `Example: adaptive {name} ...`"
     assert all(" ".join(example.split()[1:3]) in ALL for example in examples)
+
+
+def test_a_flag_is_shown_without_a_type_and_h_asks_for_help() -> None:
+    command = [sys.executable, "-m", "cli.main", "history", "-h"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "200"})
+    lines = [" ".join(line.strip("│ ").split()) for line in done.stdout.splitlines()]
+    assert "--json Print everything as one JSON object." in lines
+    assert "--help -h Show this message and exit." in lines
 
 
 def test_every_option_says_what_it_does() -> None:

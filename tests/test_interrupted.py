@@ -1,4 +1,5 @@
-"""A file of prompts whose answers were interrupted: the second command goes on where the first one stood."""
+"""ctrl-C while the modules load; and a file of prompts whose answers were interrupted: the second command goes on where
+the first one stood."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -62,6 +65,27 @@ def interrupt(
         status = running.wait(PATIENCE_S)
         messages.seek(0)
         return status, " ".join(messages.read().decode().split())
+
+
+WHILE_LOADING = """
+class Interrupting:
+    def find_spec(self, name, path, target=None):
+        if name == "typer":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+"""
+WHILE_COMMANDS_ARE_MADE = """
+import typer
+typer.main.get_command = lambda app: signal.raise_signal(signal.SIGINT)
+"""
+
+
+@posix
+@pytest.mark.parametrize(("when", "status"), [(WHILE_LOADING, -signal.SIGINT), (WHILE_COMMANDS_ARE_MADE, 130)])
+def test_ctrl_c_before_a_command_runs_ends_without_a_traceback(when: str, status: int) -> None:
+    script = f"import signal, sys\n{when}\nsys.argv = ['adaptive', '--version']\nfrom cli.start import start\nstart()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
 
 
 @pytest.mark.thorough(but="2")
