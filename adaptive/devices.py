@@ -22,6 +22,10 @@ def choose_device(name: str) -> str:
     if name == "auto":
         return "cuda:0" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
+        torch.device(name)
+    except RuntimeError as error:
+        raise AdaptiveError(f"there is no device {name}; give auto, cpu, cuda, cuda:1 or mps") from error
+    try:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as error:
         raise AdaptiveError(f"device {name} cannot be used here: {first_line(error)}") from error

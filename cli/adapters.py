@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from checkpoints.manifest import HeldOut, Manifest
     from checkpoints.store import AdapterStore
 
-app = group(
-    "List, judge, promote, roll back, prune and export what the draft has learned.\n\nExample: adaptive adapters list"
-)
+app = group("List, show, promote, roll back, prune and export the draft's adapters.\n\nExample: adaptive adapters list")
 
 Name = Annotated[str, typer.Argument(metavar="ID", help="Id of an adapter, as 7 or 0007; current is the one in use.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -64,7 +62,7 @@ def list_(settings: Settings, as_json: AsJson = False) -> None:
 @app.command()
 @shared_options(*PAIR)
 def show(settings: Settings, name: Name = "current", as_json: AsJson = False) -> None:
-    """All that is known of one adapter, and whether its files are whole.
+    """Everything known about one adapter, and whether its files are undamaged.
 
     Example: adaptive adapters show 7
     """
@@ -115,7 +113,7 @@ def promote(
     name: Annotated[str, typer.Argument(metavar="ID", help="Id of an adapter, as 7 or 0007.")],
     reason: Annotated[str, typer.Option(help="Why, for the manifest.")] = "promoted by hand",
 ) -> None:
-    """Put an adapter in use, whatever the gate said. Running chats and servers take it up.
+    """Put an adapter into use, whatever the gate's result. Running chats and servers change to it.
 
     Example: adaptive adapters promote 7 --reason "better on my own code"
     """

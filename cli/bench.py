@@ -38,7 +38,7 @@ def bench(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Plain, fixed lengths, controller, and transformers' own generation, in turns on the same prompts.
+    """Compare plain decoding, fixed draft lengths, the controller and transformers' own generation on the same prompts.
 
     Answers are greedy unless --temperature is given. The adapter in use is used.
 

@@ -72,9 +72,9 @@ def calibrate(
 ) -> None:
     """Measure what drafting and verifying cost here, predict the speed-up, and recommend a draft length.
 
-    Acceptance comes from the log, if there is one, else from a few answers given now. What is measured
-    is kept with the pair, for `--draft-length auto` to start from. Where other programs keep this machine busy nothing
-    is promised and nothing kept, and the exit status is 1.
+    Acceptance comes from the log, if there is one, else from a few answers given now. The measured costs are kept
+    for `--draft-length auto`. If other programs keep the machine busy, nothing is predicted or kept, and the exit
+    status is 1.
 
     Example: adaptive calibrate
 

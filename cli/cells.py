@@ -1,4 +1,5 @@
-"""The cells of the history's tables, for the terminal and the report, and printing of tables that fit the terminal."""
+"""The cells of the history's tables, for the terminal and the report, figures in words, and printing of tables that
+fit the terminal."""
 
 from __future__ import annotations
 
@@ -51,6 +52,15 @@ def position_cells(found: History) -> list[tuple[str, ...]]:
         accepted = or_dash(p.acceptance, ".1%")
         rows.append((f"{p.position}", chosen[p.position], f"{p.observed}", f"{p.accepted}", accepted))
     return rows
+
+
+def size(count: float) -> str:
+    """Bytes as text."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
 
 
 def or_dash(value: float | None, form: str) -> str:

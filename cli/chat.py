@@ -31,7 +31,7 @@ def chat(
         typer.Option(help="When to train: idle (the default), always, off, or a window like 22:00-06:00."),
     ] = None,
 ) -> None:
-    """Talk with the assistant. What it says is logged, and the draft learns from it while you read and type.
+    """An assistant in the terminal. Its answers are logged, and the draft is trained on them while you read and type.
 
     Text that comes through a pipe is one question, and only its answer is written to standard output.
 

@@ -212,7 +212,7 @@ class Chat:
 
         answered, messages = self._answered, self.talk.messages
         if answered is None or not messages or messages[-1] is not answered.message:
-            raise AdaptiveError("/more goes on with the last answer of this run; the conversation does not end with it")
+            raise AdaptiveError("nothing to continue: /more continues the last answer of this run, if it was cut")
         if not answered.cut:
             raise AdaptiveError("the last answer was not cut")
         text, reading = answered.text, answered.reading

@@ -12,7 +12,7 @@ import typer
 from cli.groups import group
 from cli.output import print_json
 
-app = group("See what the settings are and where each came from.\n\nExample: adaptive config show")
+app = group("Show every setting, and where its value came from.\n\nExample: adaptive config show")
 
 
 @app.command()

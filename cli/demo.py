@@ -55,10 +55,10 @@ def demo(
         Optional[Path], typer.Option(help="Keep the logs, the adapter and the head in this folder.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="What it came to as one JSON object; all else goes to standard error.")
+        bool, typer.Option("--json", help="Print the results as one JSON object; all else goes to standard error.")
     ] = False,
 ) -> None:
-    """A guided run: plain decoding, speculative, distil on what was said, grow a head on the same, speculative again.
+    """A guided run: plain decoding, drafting, training the draft, growing a head, and drafting again.
 
     Example: adaptive demo
 

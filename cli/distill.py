@@ -84,21 +84,25 @@ def distill(
     ] = None,
     from_current: Annotated[
         bool,
-        typer.Option("--from-current", help="Go on from the adapter in use, not from zero.", rich_help_panel=TRAINING),
+        typer.Option(
+            "--from-current", help="Continue from the adapter in use, not from zero.", rich_help_panel=TRAINING
+        ),
     ] = False,
     compare: Annotated[
         bool,
-        typer.Option("--compare", help="Train other recipes too; the gate sees the best.", rich_help_panel=TRAINING),
+        typer.Option(
+            "--compare", help="Train other recipes too; the gate gets the best result.", rich_help_panel=TRAINING
+        ),
     ] = False,
     no_promote: Annotated[bool, typer.Option("--no-promote", help="Leave the adapter a candidate.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Promote whatever the gate says.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Teach the draft what the target said, and put it into use if that helps on text it was not trained on.
+    """Train the draft on the target's answers, and use the result if it guesses held-out answers better.
 
-    ctrl-C stops at once and keeps the best draft so far as a candidate. The same command again goes on with a
-    run that was interrupted, and does not ask again what was answered. Under torchrun (torchrun -m cli.main
-    distill), several processes train as one.
+    ctrl-C stops at once and keeps the best weights so far as a candidate. The same command again continues an
+    interrupted run; prompts that have an answer are not answered again. Under torchrun (torchrun -m cli.main distill)
+    several processes train together.
 
     Example: adaptive distill
 

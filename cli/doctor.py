@@ -19,8 +19,9 @@ import typer
 
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.printable import counted, printable
+from cli.cells import size
 from cli.doctor_pair import pair_findings
-from cli.finding import Finding, size
+from cli.finding import Finding
 from cli.options import PAIR, shared_options
 from cli.output import print_json
 

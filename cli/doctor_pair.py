@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from adaptive.errors import AdaptiveError
-from cli.finding import Finding, size
+from cli.cells import size
+from cli.finding import Finding
 
 if TYPE_CHECKING:
     from adaptive.engines.budget import Need

@@ -43,7 +43,7 @@ def draft_server(
     ] = None,
     ahead: Annotated[
         bool,
-        typer.Option("--ahead/--no-ahead", help="Draft on while the target verifies.", rich_help_panel=SERVER),
+        typer.Option("--ahead/--no-ahead", help="Continue to draft while the target verifies.", rich_help_panel=SERVER),
     ] = True,
     threads: Annotated[
         Optional[int], typer.Option(help="Threads of the model on a CPU.", rich_help_panel=SERVER)

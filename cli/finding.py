@@ -15,8 +15,3 @@ class Finding:
     status: Literal["ok", "note", "broken"]
     value: str
     advice: str = ""
-
-
-def size(count: int) -> str:
-    """Bytes as text."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -35,7 +35,8 @@ def generate(
     prompt: Annotated[Optional[str], typer.Argument(help="The prompt; - reads it from standard input.")] = None,
     prompts: Annotated[Optional[Path], typer.Option(help="JSON lines with a prompt or messages each.")] = None,
     skip: Annotated[
-        int, typer.Option(min=0, help="Prompts of the file to leave out, as after an interruption.", metavar="N")
+        int,
+        typer.Option(min=0, help="Leave out the first N prompts of the file, as after an interruption.", metavar="N"),
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt.")] = False,
     stop: Annotated[Optional[list[str]], typer.Option(help="End at this text; may be repeated.")] = None,

@@ -47,7 +47,7 @@ def head(
     force: Annotated[bool, typer.Option("--force", help="Write over a head that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Grow an EAGLE-3 head for the target on what it said, for vLLM and llama-server.
+    """Grow an EAGLE-3 head for the target on its logged answers, for vLLM and llama-server.
 
     It reads the log of the pair and computes the target's hidden states from its checkpoint. The head in FOLDER is in
     the format of the speculators library; it is also a draft here (--draft FOLDER), where it learns further. ctrl-C

@@ -51,13 +51,13 @@ class Grouping(StrEnum):
 def history(
     settings: Settings,
     by: Annotated[Grouping, typer.Option(help="What one row of the table is.")] = Grouping.adapter,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="The table as CSV.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the table as CSV.")] = False,
     html: Annotated[
-        Optional[Path], typer.Option(help="Write a report to FILE, in place of one that is there; it needs no network.")
+        Optional[Path], typer.Option(help="Write a report to this file, which is replaced; it needs no network.")
     ] = None,
 ) -> None:
-    """Show acceptance and speed over time, and the swaps of the draft's adapter.
+    """Show acceptance and speed over time, and the changes of the draft's adapter.
 
     Without --target and --draft, the pair used last.
 

@@ -44,7 +44,7 @@ def learn(
         ),
     ] = None,
     connections: Annotated[
-        int, typer.Option(min=1, help="Requests that may be with the server at a time.", rich_help_panel=PROXY)
+        int, typer.Option(min=1, help="Requests that the server gets at a time; others wait.", rich_help_panel=PROXY)
     ] = 64,
     host: Annotated[
         Optional[str], typer.Option(help="Address to listen on, by default 127.0.0.1.", rich_help_panel=PROXY)
@@ -61,9 +61,9 @@ def learn(
         ),
     ] = None,
 ) -> None:
-    """Stand in front of a server, pass everything on unchanged, and log what it says for its draft to learn from.
+    """A proxy in front of llama-server, vLLM, SGLang or LM Studio that logs the answers and trains a draft on them.
 
-    --target is the model that it serves (its config and tokenizer are enough), --draft the checkpoint to train.
+    --target is the model that the server runs (its config and tokenizer are enough), --draft the checkpoint to train.
 
     Example: adaptive learn --upstream http://127.0.0.1:8080 --target Qwen/Qwen2.5-14B-Instruct --draft ./draft
     """

@@ -37,8 +37,8 @@ SHARED: dict[str, Any] = {
     "draft": Annotated[
         Optional[str],
         typer.Option(
-            help="Draft: folder or hub id of a model or a head, a GGUF file, or http://HOST:PORT of a draft-server; "
-            "mtp: the head in the target's checkpoint, auto: that, or one grown here; or none.",
+            help="Draft: a folder or hub id of a model or head, a GGUF file, or http://HOST:PORT of a draft server. "
+            "mtp: the head in the target's checkpoint. auto: that head, or one grown here. none: no draft model.",
             rich_help_panel=MODELS,
         ),
     ],
@@ -47,7 +47,7 @@ SHARED: dict[str, Any] = {
         typer.Option(help="Checkpoint of a GGUF draft, for training: a folder or a hub id.", rich_help_panel=MODELS),
     ],
     "draft_key_file": Annotated[
-        Optional[Path], typer.Option(help="File with a draft-server's key.", rich_help_panel=MODELS)
+        Optional[Path], typer.Option(help="File with the key of the draft server.", rich_help_panel=MODELS)
     ],
     "device": Annotated[Optional[str], typer.Option(help="auto, cpu, cuda, cuda:1, mps.", rich_help_panel=MODELS)],
     "draft_device": Annotated[
@@ -72,7 +72,7 @@ SHARED: dict[str, Any] = {
     "memory": Annotated[
         Optional[str],
         typer.Option(
-            help="Most that the target's weights may take, say 4GB; layers beyond are read from disk (CPU).",
+            help="Most memory for the target's weights, such as 4GB; other layers are read from disk (CPU).",
             rich_help_panel=MODELS,
         ),
     ],
@@ -116,17 +116,18 @@ SHARED: dict[str, Any] = {
         Optional[float], typer.Option(help="Keep tokens above this share of the likeliest.", rich_help_panel=SAMPLING)
     ],
     "home": Annotated[
-        Optional[Path], typer.Option("--state-dir", help="Folder of log and adapters.", rich_help_panel=RUNNING)
+        Optional[Path], typer.Option("--state-dir", help="Folder of the log and the adapters.", rich_help_panel=RUNNING)
     ],
     "record": Annotated[
         Optional[bool],
-        typer.Option("--record/--no-record", help="Keep what is said in the log.", rich_help_panel=RUNNING),
+        typer.Option("--record/--no-record", help="Keep prompts and answers in the log.", rich_help_panel=RUNNING),
     ],
     "keep_days": Annotated[
-        Optional[float], typer.Option(help="Delete records that are older than so many days.", rich_help_panel=RUNNING)
+        Optional[float],
+        typer.Option(help="Delete records that are older than this number of days.", rich_help_panel=RUNNING),
     ],
     "keep_gb": Annotated[
-        Optional[float], typer.Option(help="Delete the oldest records beyond so many GB.", rich_help_panel=RUNNING)
+        Optional[float], typer.Option(help="Delete the oldest records beyond this size in GB.", rich_help_panel=RUNNING)
     ],
     "feature_gb": Annotated[
         Optional[float],
@@ -139,7 +140,9 @@ SHARED: dict[str, Any] = {
     ],
     "debug": Annotated[
         bool,
-        typer.Option("--debug", help="Show what is logged, and the traceback of an error.", rich_help_panel=RUNNING),
+        typer.Option(
+            "--debug", help="Show the program's own messages, and the traceback of an error.", rich_help_panel=RUNNING
+        ),
     ],
 }
 

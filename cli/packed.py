@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
     from adaptive.settings import Settings
 
-app = group(
-    "Packed weights of targets that are streamed (--memory): list them, delete them.\n\nExample: adaptive packed list"
-)
+app = group("List and delete the packed weights that --memory has written.\n\nExample: adaptive packed list")
 
 
 @app.command("list")
@@ -30,7 +28,7 @@ def list_packed(
 
     Example: adaptive packed list
     """
-    from cli.finding import size
+    from cli.cells import size
 
     found: list[dict[str, Any]] = [
         {

@@ -96,17 +96,16 @@ def publish(
     api_key_file: Annotated[
         Optional[Path], typer.Option(help="File with the server's key.", rich_help_panel=SERVER)
     ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts of the log that a measurement asks.")] = 24,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of the log that are answered for a measurement.")] = 24,
     max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer of a measurement, in tokens.")] = 128,
     encoding: Annotated[str, typer.Option(help="Weights of a GGUF file: f32, f16, bf16 or q8_0.")] = "bf16",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Export the draft in use, or an EAGLE-3 head, for another server, and say how to start it; with --restart put it
-    to use there.
+    """Write the draft in use, or an EAGLE-3 head, for another server; with --restart put it into use there.
 
-    With --upstream the server is measured on prompts of the log, which tells the draft length; after a restart once
-    more, and where its acceptance fell the draft before comes back (exit status 1). Where the times after the restart
-    promise more at another draft length, that is tried, too.
+    With --upstream the server is measured on prompts of the log, and the draft length is chosen by that. After a
+    restart it is measured again: if acceptance fell, the previous draft returns (exit status 1). If the new times
+    promise more at another draft length, that length is tried too.
 
     Example: adaptive publish --upstream http://127.0.0.1:8080 --target ./target --draft ./draft
 

@@ -12,7 +12,7 @@ import typer
 
 from adaptive.errors import AdaptiveError
 from adaptive.printable import counted, printable_line
-from cli.cells import moment
+from cli.cells import moment, size
 from cli.groups import group
 from cli.options import PAIR, shared_options
 from cli.output import print_json
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from adaptive.records.logged import LogStats
     from adaptive.settings import Settings
 
-app = group("The log of what was said: look at it, export it, delete it.\n\nExample: adaptive records stats")
+app = group(
+    "The log of prompts and answers: statistics, export, import, check, deletion.\n\nExample: adaptive records stats"
+)
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -63,7 +65,7 @@ def export(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
 ) -> None:
-    """Write the log out: chat messages as JSON lines, or every column as Parquet.
+    """Export the log: chat messages as JSON lines, or every column as Parquet.
 
     Example: adaptive records export log.jsonl
 
@@ -144,7 +146,7 @@ def purge(
         with working("deleting"):
             deleted, gone = delete_answers(state, log, ids, everything)
         try:
-            left = f"{log.count()} left, {_bytes(log.stats().size)} on disk"
+            left = f"{log.count()} left, {size(log.stats().size)} on disk"
         except AdaptiveError as error:
             left = str(error)
         print(f"deleted {counted(deleted, 'record')}; {left}")
@@ -159,7 +161,7 @@ def import_(
     logs: Annotated[list[Path], typer.Argument(help="A records.db, or the folder that it is in; several.")],
     as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
 ) -> None:
-    """Take the records of other logs into this pair's: those of a team, or of another machine. None is taken twice.
+    """Import the records of other logs, such as those of a team or of another machine. None is imported twice.
 
     Example: adaptive records import laptop/records.db desktop/records.db --target ./target --draft ./draft
     """
@@ -191,11 +193,12 @@ def import_(
 def check(
     settings: Settings,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Keep what is whole: of a record its text at least, of a file its records.")
+        bool,
+        typer.Option("--repair", help="Keep what is undamaged of records with an undamaged text; delete the rest."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
 ) -> None:
-    """Read the whole log and name what is damaged; exit status 1 where something is and was not repaired.
+    """Read the whole log and name what is damaged. Exit status 1 if some of it was not repaired.
 
     Example: adaptive records check --repair
     """
@@ -253,7 +256,7 @@ def _print_stats(found: LogStats, path: Path) -> None:
     for name, value in (
         ("records", f"{found.generations} in {counted(found.sessions, 'session')}"),
         ("tokens", f"{counted(found.tokens, 'output token')}, {found.positions} with the target's distribution"),
-        ("on disk", f"{_bytes(found.size)} in {path}"),
+        ("on disk", f"{size(found.size)} in {path}"),
         ("from", moment(found.first)),
         ("to", moment(found.last)),
         ("domains", ", ".join(f"{s.name or 'none'} {s.generations}" for s in found.by_domain)),
@@ -261,11 +264,3 @@ def _print_stats(found: LogStats, path: Path) -> None:
     ):
         table.add_row(name, escape(printable_line(value)))
     console.print(table)
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"

@@ -40,7 +40,9 @@ def serve(
     ] = None,
     queue: Annotated[
         Optional[int],
-        typer.Option(help="Requests that may wait, by default 64; more are told 429.", rich_help_panel=SERVER),
+        typer.Option(
+            help="Requests that may wait, by default 64; further ones get status 429.", rich_help_panel=SERVER
+        ),
     ] = None,
     slots: Annotated[
         Optional[str],
@@ -68,7 +70,7 @@ def serve(
         Optional[int], typer.Option(help="Threads of the models on a CPU.", rich_help_panel=SERVER)
     ] = None,
 ) -> None:
-    """Serve the pair to any program that speaks OpenAI's or Anthropic's API.
+    """Serve the pair through OpenAI's and Anthropic's API, with a dashboard and background training.
 
     Example: adaptive serve
 

@@ -38,7 +38,7 @@ def install(
     ] = None,
     start: Annotated[bool, typer.Option("--start/--no-start", help="Start it now, and at every login.")] = True,
 ) -> None:
-    """Write the service of your user, and start it. Done again, it takes the place of the one before.
+    """Write a service of your user, and start it. Repeated, it replaces the one before.
 
     Exit status 1 if it does not run some seconds after the start.
 

@@ -76,15 +76,15 @@ def find_state(settings: Settings) -> PairState:
         tell_of_earlier_log(settings, state)
         if not state.root.is_dir():
             raise AdaptiveError(
-                f"this pair has left nothing in {state_dir} yet; use it once with `adaptive chat` or "
-                "`adaptive generate`, or choose another folder with --state-dir"
+                f"{state_dir} has no log or adapter of this pair yet; use `adaptive chat`, `adaptive generate` or "
+                "`adaptive serve` first, or choose another folder with --state-dir"
             )
         return state
     found = existing_states(state_dir)
     if not found:
         raise AdaptiveError(
-            f"no pair has left anything in {state_dir} yet; try `adaptive demo` or `adaptive chat`, "
-            "or choose another folder with --state-dir"
+            f"{state_dir} has no log or adapter of any pair yet; use `adaptive chat`, `adaptive generate` or "
+            "`adaptive serve` first, or choose another folder with --state-dir"
         )
     others = f", the last used of {len(found)}; choose with --target and --draft" if len(found) > 1 else ""
     typer.echo(f"adaptive: pair {found[0].root.name}{others}", err=True)

@@ -148,7 +148,7 @@ def test_unknown_ids_and_nothing_in_use_are_one_clear_line(store: AdapterStore) 
 
 
 def test_no_state_at_all_says_what_to_try(own_home: Path) -> None:
-    with pytest.raises(AdaptiveError, match="no pair has left anything"):
+    with pytest.raises(AdaptiveError, match="has no log or adapter of any pair"):
         run("list")
 
 
@@ -206,7 +206,7 @@ def test_merged_export_is_the_draft_with_the_adapter_as_a_checkpoint(
     torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-5)
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == words.get_vocab()
 
-    with pytest.raises(AdaptiveError, match="left nothing"):
+    with pytest.raises(AdaptiveError, match="no log or adapter of this pair"):
         run("list", "--target", str(folder), "--draft", str(tmp_path / "draft"))
     torch.manual_seed(1)
     LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).save_pretrained(tmp_path / "draft")

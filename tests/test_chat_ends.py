@@ -67,7 +67,7 @@ class Stopping(FixedLength):
 def test_only_an_answer_of_this_run_that_was_cut_goes_on(opened: OpenedPair, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     chat, said = played(opened, f"What?\r/save {file}\r/load {file}\r/more\rAnd?\r/undo\r/more\r")
-    assert said.count("/more goes on with the last answer of this run;") == 2
+    assert said.count("/more continues the last answer of this run") == 2
     assert len(chat.talk.messages) == 2
     opened.assistant.policy = Stopping(2)
     assert "the last answer was not cut" in played(opened, "What?\r/more\r")[1]

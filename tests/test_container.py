@@ -88,7 +88,7 @@ def test_whatever_asks_for_memory_is_told_the_limit(confine: Confine) -> None:
     assert cpu_forward(made("llama", torch.float32)) is None
     assert with_memory(Storage("~", (), 0), None).memory_free == 0
     _, found = findings("--device", "cpu")
-    assert found["memory"]["value"] == "0.0 MiB free of 64.0 MiB"
+    assert found["memory"]["value"] == "0 B free of 67.1 MB"
     assert found["memory of cpu"]["status"] == "broken"
     confine({f"outer/inner/{name}": text for name, text in used(64, 14).items()})
     assert free_bytes("cpu") == device_bytes("cpu") == 50 * MB

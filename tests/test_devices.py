@@ -1,4 +1,4 @@
-"""The default dtype of a model."""
+"""The device of a model, and its default dtype."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, PreTrainedConfig
 
+from adaptive.devices import choose_device
 from adaptive.engines import load
 from adaptive.engines.cpu import dtype, weights
 from adaptive.engines.load import choose_dtype
+from adaptive.errors import AdaptiveError
 from adaptive.settings import load_settings
 
 
@@ -22,6 +24,11 @@ def config(kind: type[PreTrainedConfig], architecture: str) -> PreTrainedConfig:
     made = kind()
     made.architectures = [architecture]
     return made
+
+
+def test_an_unknown_device_is_refused_with_the_names_that_can_be_given() -> None:
+    with pytest.raises(AdaptiveError, match=r"^there is no device gpu; give auto, cpu, cuda, cuda:1 or mps$"):
+        choose_device("gpu")
 
 
 @pytest.mark.parametrize("multiplied", [True, False])

@@ -180,7 +180,7 @@ def test_what_a_killed_packing_left_is_listed_and_deleted(
     left = killed_packing(own_home / "packed")
     listed = adaptive("packed", "list")[1]
     assert left.name in listed
-    assert re.search(r"[1-9]\.\d MiB", listed)
+    assert re.search(r"[1-9]\.\d MB", listed)
     assert adaptive("packed", "delete", chosen(left))[0] == 0
     assert list((own_home / "packed").iterdir()) == []
 
