@@ -138,6 +138,9 @@ def test_the_dashboard_draws_fits_a_phone_and_its_buttons_promote_and_roll_back(
     until(lambda: text("#answers") == str(len(PROMPTS)))
     until(lambda: len(browser.find_elements("css selector", ".plot svg[role=img]")) >= 4)
     until(lambda: len(browser.find_elements("css selector", "#answers-list > li")) == len(PROMPTS))
+    # There is nothing to roll back.
+    until(lambda: bool(browser.find_elements("css selector", f"[data-promote='{name}']")))
+    assert not browser.find_element("css selector", "#rollback").is_enabled()
     # A figure without data says when it will have some.
     until(lambda: "when a training run has ended" in text("#costs"))
     # Whole numbers on the axes of answers and positions.
@@ -164,6 +167,7 @@ def test_the_dashboard_draws_fits_a_phone_and_its_buttons_promote_and_roll_back(
     browser.find_element("css selector", "#rollback").click()
     until(lambda: "rolled back" in text("#adapters"))
     assert store.current_id() is None
+    assert not browser.find_element("css selector", "#rollback").is_enabled()
     until(lambda: "no adapter" in text("#now"))
     # The header describes the decoding of the last answer as the server does.
     with server.http() as http:
@@ -380,7 +384,7 @@ def test_the_dashboard_fetches_again_what_failed_and_clears_the_error(server: Se
     assert browser.execute_script("return document.activeElement.className") == "asked"
 
     # An error of an action goes with the next action.
-    browser.execute_script("window.broken = 'rollback'; document.getElementById('rollback').click()")
+    browser.execute_script("window.broken = 'rollback'; change('adaptive/adapters/rollback')")
     until(lambda: problem() == "broken")
     browser.execute_script("window.broken = ''; document.querySelector('.asked').click()")
     until(lambda: len(browser.find_elements("css selector", ".whole .said")) == 2)

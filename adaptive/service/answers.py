@@ -146,14 +146,14 @@ def refuse_others(api: Api, request: Request, what: str = "what was said") -> No
     if of_another_site(dict(request.scope["headers"])):
         raise HTTPException(
             403,
-            f"{what} is not for pages of other sites; an API key is the cure: start the server with "
+            f"{what} is not for pages of other sites; to allow it, start the server with "
             "--api-key-file FILE, and send the key",
         )
     peer, here = request.client, request.scope.get("server")
     if peer is None or here is None or not same_user((peer.host, peer.port), tuple(here)):
         raise HTTPException(
             403,
-            f"{what} is for programs of the user who runs the server, which this may not be; an API key is the cure: "
+            f"{what} is for programs of the user who runs the server, which this may not be; to allow it, "
             "start the server with --api-key-file FILE, and send the key",
         )
 

@@ -94,11 +94,11 @@ class Guard:
             if host_name(headers.get(b"host", b"")) not in LOOPBACK:
                 return 403, (
                     "without an API key the server answers to localhost only, and this request names another host; "
-                    "a key is the cure: start the server with --api-key-file FILE, and send the key"
+                    "to allow it, start the server with --api-key-file FILE, and send the key"
                 )
             if headers.get(b"origin") not in self.origins and of_another_site(headers):
                 return 403, (
-                    "another site's page may not speak to this server; start it with --cors ORIGIN for that site, or "
+                    "another site's page may not use this server; start it with --cors ORIGIN for that site, or "
                     "with --api-key-file FILE and send the key"
                 )
         elif scope["path"] not in OPEN and not self._right_key(headers):

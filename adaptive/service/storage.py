@@ -71,7 +71,7 @@ def with_memory(storage: Storage, session: OpenedPair | None) -> Storage:
         sizes.append(Size("caches of conversations, within it", session.assistant.conversations.nbytes))
         history = session.assistant.history
         if history is not None and history.archive is not None:
-            sizes.append(Size("the index of what was said, within it", history.archive.nbytes))
+            sizes.append(Size("the index for history drafting, within it", history.archive.nbytes))
     found = tuple(size for size in sizes if size.bytes > 0)
     return Storage(storage.folder, storage.disk, storage.disk_free, found, memory().available)
 

@@ -28,7 +28,7 @@ def part(name: str) -> str:
 @functools.cache
 def dashboard() -> str:
     """The page at ``/``."""
-    button = '<button id="rollback">Roll back</button>'
+    button = '<button id="rollback" disabled>Roll back</button>'
     figures = part("figures.html").replace("<!-- rollback -->", button)
     return part("dashboard.html").replace(
         "<!-- figures -->", figures.replace("<!-- between -->", part("training.html"))

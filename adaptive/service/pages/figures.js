@@ -92,7 +92,7 @@ function showAdapters(list, change = null) {
       about: `adapter ${a.id}, ${a.status.replace("_", " ")}: ${percent(a.recent.acceptance_before.mean)} to `
         + `${percent(a.recent.acceptance_after.mean)} on answers to ${count(a.recent.generations, "prompt", "prompts")}`}))});
   const trained = list.filter(a => a.train_seconds > 0);
-  if (!trained.length) drawNothing(at("costs"), "Appears when a training run has ended; it trains while nobody asks.");
+  if (!trained.length) drawNothing(at("costs"), "Appears when a training run has ended. Training runs while there is no request.");
   else drawBars(at("costs"), {label: "adapter", format: plain, kind: "two",
     said: "Seconds of training: " + trained.map(a => `adapter ${a.id} ${a.train_seconds.toFixed(0)}`).join(", "),
     bars: trained.map(a => ({name: a.id, value: a.train_seconds,
@@ -120,6 +120,7 @@ function showAdapters(list, change = null) {
     cell(a.reason + (a.speed ? " · " + a.speed : "")).className = "why";
     return row;
   }));
+  if (change) at("rollback").disabled = !list.some(a => a.current);
   if (focused) (document.querySelector(`[data-promote="${focused}"]`) || at("rollback")).focus();
 }
 
