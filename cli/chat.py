@@ -44,7 +44,7 @@ def chat(
     from rich.console import Console
 
     from adaptive.settings import change_settings
-    from cli.chat_input import echo, piped
+    from cli.chat_input import echo, piped, unseen
     from cli.chat_session import Chat
     from cli.logs import hold_warnings
     from cli.opened import open_pair
@@ -60,6 +60,8 @@ def chat(
     if distill is not None:
         settings = change_settings(settings, {"distill": distill})
     with contextlib.ExitStack() as stack:
+        if typing:
+            stack.enter_context(unseen())
         show_warnings = stack.enter_context(hold_warnings(console))
         opened = stack.enter_context(open_pair(settings, console, warn=logging.getLogger("adaptive").warning))
         # This import loads torch, which takes a second, so it waits until a progress bar was shown.

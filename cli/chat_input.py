@@ -46,6 +46,26 @@ def echo() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """In the block the terminal does not show what is typed, except at a prompt. Else it would appear within an answer
+    or a progress bar, as would the ``^C`` of ctrl-C; it is not lost, and the next prompt shows it."""
+    try:
+        import termios
+    except ModuleNotFoundError:  # Windows shows what is typed only while a program reads it
+        yield
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    quiet = [*before]
+    quiet[3] &= ~termios.ECHO  # the local modes
+    termios.tcsetattr(terminal, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
+
+
 class Keyboard:
     """Messages typed at a terminal."""
 

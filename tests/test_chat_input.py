@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -53,6 +55,49 @@ def typed(text: str, kept: Path | None = None) -> list[str]:
 )
 def test_a_message_may_have_several_lines(keys: str, messages: list[str]) -> None:
     assert typed(keys) == messages
+
+
+ANSWERING = """
+import sys
+from cli.chat_input import Keyboard, unseen
+with unseen():
+    print("answering", flush=True)
+    sys.stdin.readline()
+    print("answered", flush=True)
+    print("said", next(Keyboard([], None).messages()), flush=True)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no pseudo-terminals")
+def test_what_is_typed_during_an_answer_is_shown_at_the_next_prompt_and_not_before() -> None:
+    import termios
+
+    terminal, other = os.openpty()
+    echoes = termios.tcgetattr(other)[3] & termios.ECHO
+    running = subprocess.Popen(
+        [sys.executable, "-c", ANSWERING], stdin=other, stdout=other, env={**os.environ, "TERM": "xterm"}
+    )
+
+    def shown(end: str) -> str:
+        text = ""
+        while end not in text:
+            text += os.read(terminal, 4096).decode()
+        return text
+
+    try:
+        shown("answering")
+        os.write(terminal, b"typed\nahead")
+        assert "typed" not in shown("answered")
+        assert "ahead" in shown("ahead")
+        os.write(terminal, b"\r")
+        assert "said ahead" in shown("said ahead")
+        assert running.wait(10) == 0
+        assert termios.tcgetattr(other)[3] & termios.ECHO == echoes != 0
+    finally:
+        running.kill()
+        running.wait()
+        os.close(terminal)
+        os.close(other)
 
 
 def test_what_was_typed_is_found_again_in_the_next_run(tmp_path: Path) -> None:
