@@ -61,7 +61,7 @@ def calibrate(
     ] = None,
     answers: Annotated[
         int,
-        typer.Option(help=f"Answers to give if the log is not used; at most {len(PROMPTS)} without --prompts.", min=1),
+        typer.Option(help=f"Answers to give if the log is not used, at most {len(PROMPTS)} without --prompts.", min=1),
     ] = ANSWERS,
     other_target: OtherTarget = None,
     other_draft: OtherDraft = None,

@@ -223,6 +223,7 @@ tries a tiny checkpoint of each type in float32. Larger ones compute the same.
   default policy. As its own draft, the model has every token accepted.
 - *plain only*: decoding, chat and the log work, without drafts.
 - *distilled, swapped*: a trained adapter changes the draft, not the answer.
+- *forward*: `cpu fused` is ours on a CPU, `transformers` transformers' own, which is slower.
 - *read*: of checkpoints that also see or hear, the bytes of weights that loading reads, of those in the file, and in
   brackets those of the language model's weights. Their vision parts are made large here, so that the difference shows.
 
