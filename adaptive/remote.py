@@ -348,7 +348,7 @@ def untrained(settings: Settings) -> str | None:
     if not is_address(settings.draft):
         return None
     return (
-        "the draft of a draft server is not trained from here; what is said is logged, and adaptive distill with a "
+        "the draft of a draft server is not trained from here; answers are logged, and adaptive distill with a "
         "copy of that draft (--draft FOLDER) learns from it"
     )
 

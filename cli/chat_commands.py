@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -239,7 +240,9 @@ def carry_out(chat: Chat, text: str) -> bool:
     name, *said = text.split(maxsplit=1)
     command = COMMANDS.get("/exit" if name == "/quit" else name)
     if command is None:
-        chat.console.print(f"there is no {name}; /help lists what there is", markup=False)
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        chat.console.print(f"there is no {name}; {meant}/help lists what there is", markup=False)
         return True
     try:
         return command.run(chat, "".join(said).strip()) is not False

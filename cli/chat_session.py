@@ -108,7 +108,7 @@ class Chat:
         elif pair.draft is None:
             drafting = f"no draft model: {alone}"
         elif growing(pair):
-            drafting = f"{alone}, until a head has been trained on what is said"
+            drafting = f"{alone}, until a head has been trained on the answers"
         elif isinstance(pair.draft, ReadsFeatures) and assistant.adapter is None:
             drafting = f"drafted by {pair.draft.words}"
         self.console.print(titled(pair.identity.id, f"{drafting} · session {self.name} · /help", "dim"))

@@ -137,7 +137,7 @@ def _no_model(settings: Settings, local: bool) -> Finding:
         return Finding("used", "draft", "broken", str(error), "name another draft, or --draft none")
     if reason is not None:
         return Finding("used", "draft", "note", f"none: {reason}", "name a draft with --draft")
-    return Finding("used", "draft", "ok", "a head, grown here from what is said: docs/heads.md")
+    return Finding("used", "draft", "ok", "a head, grown here on the logged answers: docs/heads.md")
 
 
 def _forwards(settings: Settings) -> Iterator[Finding]:

@@ -117,7 +117,7 @@ def test_commands_change_what_they_say(opened: OpenedPair, tmp_path: Path) -> No
     file = tmp_path / "talk.json"
     keys = (
         "/system Be short.\r/undo\r/more\r/retry\rWhat?\r/more\r/set temperature 0.5\r/set max_tokens 3\r/set seed 4\r"
-        f"/set top_k x\r/set colour red\r/retry\r/save {file}\r/nonsense\r/reset\r/load {file}\r/stats\r"
+        f"/set top_k x\r/set colour red\r/retry\r/save {file}\r/nonsense\r/stat\r/reset\r/load {file}\r/stats\r"
     )
     chat, said = played(opened, keys)
     assert chat.sampling.temperature == 0.5
@@ -126,7 +126,7 @@ def test_commands_change_what_they_say(opened: OpenedPair, tmp_path: Path) -> No
     assert [m.role for m in chat.talk.messages] == ["system", "user", "assistant"]
     for expected in (
         "nothing has been asked yet",
-        "/more goes on with the last answer of this run",
+        "/more continues the last answer of this run",
         "memory of this conversation: keys and values ",
         "cut at the limit: /more goes on",
         "'x' is no whole number",
@@ -134,6 +134,7 @@ def test_commands_change_what_they_say(opened: OpenedPair, tmp_path: Path) -> No
         "again: What?",
         "saved 3 messages to",
         "there is no /nonsense; /help lists",
+        "there is no /stat; did you mean /stats? /help lists",
         "new session",
         "goes on after 2 messages",
         "› What?",
