@@ -12,6 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from quick_costs import QUICK, WHOLE, measure_by
 from service_server import Server
 
 from adaptive.engines.cpu import delta, kernels
@@ -25,6 +26,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The only certificate authority that clients trust, since no test reaches another machine: each client of httpx reads
 # the file anew, which with all public authorities takes 25 ms.
 os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "authority.pem")
+
+measure_by(QUICK)
 
 # No test has a deadline: the machine may be busy.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -56,6 +59,14 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.chdir(tmp_path)
     return home
+
+
+@pytest.fixture
+def whole_measurement() -> Iterator[None]:
+    """Measure a pair's costs in this process as on people's machines."""
+    measure_by(WHOLE)
+    yield
+    measure_by(QUICK)
 
 
 Command = Callable[..., tuple[int, str, str]]

@@ -60,6 +60,7 @@ def test_two_pairs_on_the_same_engine_are_compared(pair: tuple[str, ...], adapti
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("whole_measurement")
 def test_figures_beside_other_programs_are_bounded_marked_and_not_kept(
     pair: tuple[str, ...], own_home: Path, adaptive: Command
 ) -> None:
