@@ -35,6 +35,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return "--target", str(target), "--draft", str(draft), "--dtype", "float32"
 
 
+@pytest.mark.thorough
 def test_beside_other_programs_nothing_is_promised_and_nothing_kept(
     pair: tuple[str, ...],
     own_home: Path,

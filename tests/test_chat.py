@@ -300,6 +300,7 @@ def run_and_exit(run: Callable[[], None]) -> int:
     return 0
 
 
+@pytest.mark.thorough
 def test_a_chat_on_a_terminal(tmp_path_factory: pytest.TempPathFactory) -> None:
     model = save_model_that_says("## words here", tmp_path_factory.mktemp("says"))
     command = ["-m", "cli.main", "chat", "hello", "--target", str(model), "--dtype", "float32", "--distill", "off"]

@@ -143,6 +143,7 @@ def as_if_new(pair: Pair, conversation: Conversation) -> None:
     torch.testing.assert_close(found, right, rtol=0, atol=1e-3 * float(right.abs().max()))
 
 
+@pytest.mark.thorough
 def test_a_head_that_is_promoted_within_an_answer_drafts_the_rest_of_it(
     targets: dict[str, Path], prompts: list[str], tmp_path: Path
 ) -> None:

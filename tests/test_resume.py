@@ -26,6 +26,7 @@ from trainers.run import DistillOutcome, distill
 __all__ = ["log", "spoken"]  # fixtures
 
 
+@pytest.mark.thorough
 def test_a_run_that_goes_on_and_is_stopped_again_keeps_no_second_copy_of_what_the_first_had_found(
     tmp_path: Path, log: Path
 ) -> None:
@@ -49,6 +50,7 @@ def test_a_run_that_goes_on_and_is_stopped_again_keeps_no_second_copy_of_what_th
     assert training_seconds(store) == last.manifest.train_seconds > first.manifest.train_seconds
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_stopped_again_and_again_while_the_gate_judges_it_leaves_one_candidate(
     tmp_path: Path, log: Path
 ) -> None:

@@ -73,6 +73,7 @@ def refusal(result: Result) -> str:
     return line
 
 
+@pytest.mark.thorough
 def test_it_reports_figures_and_the_next_command(
     pair: list[str], own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +231,7 @@ def test_a_turn_ends_with_the_token_at_which_the_target_ends_it(
     assert words.decode(found.output) == "w3 w4 <end>"
 
 
+@pytest.mark.thorough
 def test_it_learns_from_a_chat_file_alone(pair: list[str], tmp_path: Path) -> None:
     torch.manual_seed(0)
     lines = []
