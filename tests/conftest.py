@@ -12,6 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from quick_costs import QUICK, WHOLE, measure_by
 from service_server import Server
 
 from adaptive.engines.cpu import delta, kernels
@@ -26,6 +27,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # the file anew, which with all public authorities takes 25 ms.
 os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "authority.pem")
 
+measure_by(QUICK)
+
 # No test has a deadline: the machine may be busy.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
@@ -33,11 +36,21 @@ hypothesis.settings.load_profile("untimed")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Implement ``thorough(but="id")``: the parameter set ``id`` of the test stays in the ordinary run."""
+    """Implement ``thorough(but=...)`` and ``long(only=...)``: which of a test's parameter sets the mark is for. Both
+    take one id or several."""
     for item in items:
         parameters = getattr(item, "callspec", None)
-        if parameters and any(mark.kwargs.get("but") == parameters.id for mark in item.iter_markers("thorough")):
-            item.own_markers = [mark for mark in item.own_markers if mark.name != "thorough"]
+        if parameters:
+            item.own_markers = [mark for mark in item.own_markers if _is_for(mark, parameters.id)]
+
+
+def _is_for(mark: pytest.Mark, parameters: str) -> bool:
+    """Whether ``mark`` is for the parameter set with that id."""
+    but, only = (
+        [ids] if isinstance(ids, str) else ids
+        for ids in (mark.kwargs.get("but", []), mark.kwargs.get("only", parameters))
+    )
+    return parameters in only and parameters not in but
 
 
 def pytest_collection_finish() -> None:
@@ -56,6 +69,14 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.chdir(tmp_path)
     return home
+
+
+@pytest.fixture
+def whole_measurement() -> Iterator[None]:
+    """Measure a pair's costs in this process as on people's machines."""
+    measure_by(WHOLE)
+    yield
+    measure_by(QUICK)
 
 
 Command = Callable[..., tuple[int, str, str]]

@@ -195,9 +195,12 @@ def _import_what_commands_import() -> None:
 
 
 if __name__ == "__main__":
+    from quick_costs import MEASURE, QUICK, WHOLE, measure_by
+
     from cli.main import run as run_command
 
     _import_what_commands_import()
     gc.freeze()
     sys.argv = ["adaptive", *_serve(socket.socket(fileno=int(sys.argv[1])))]
+    measure_by(WHOLE if os.environ.get(MEASURE) == "whole" else QUICK)
     run_command()

@@ -100,6 +100,7 @@ def test_what_cannot_be_is_said_in_one_line(tmp_path: Path) -> None:
             assistant.distil()
 
 
+@pytest.mark.thorough
 def test_importing_the_package_imports_no_torch() -> None:
     code = "import sys, adaptive; assert 'torch' not in sys.modules; adaptive.Assistant; assert 'torch' in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

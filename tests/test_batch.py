@@ -195,6 +195,7 @@ def test_the_time_of_drafts_is_learned_also_if_all_their_tokens_are_dropped(
     assert all(seconds > 0 for *_, seconds in learned)
 
 
+@pytest.mark.thorough
 def test_a_long_prompt_is_read_beside_the_others_in_slices(
     pairs: dict[str, Pair], prompts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ def test_in_joint_rounds_sampled_text_has_the_law_of_the_target(
     assert p_value(joint_counts(models, params), exact_distribution(models[0], params)) > 0.001
 
 
+@pytest.mark.thorough
 def test_joint_rounds_that_judge_with_anothers_logits_fail_the_same_test(
     models: tuple[TransformersEngine, TransformersEngine],
 ) -> None:

@@ -13,6 +13,7 @@ from cli.contenders import repeated
 from cli.other_pair import other_settings
 
 
+@pytest.mark.thorough
 def test_bench_lists_every_contender_with_the_same_greedy_answer(adaptive: Command, tmp_path: Path) -> None:
     target, draft = save_random_pair(tmp_path / "pair", "qwen2")
     for model in (target, draft):  # a checkpoint that recommends a penalty, which no contender follows
@@ -40,6 +41,7 @@ def test_bench_lists_every_contender_with_the_same_greedy_answer(adaptive: Comma
     assert rows["ours, plain"]["tokens_per_round"] == 1.0
 
 
+@pytest.mark.thorough
 def test_another_pair_on_the_same_engine_has_rows_of_its_own(
     adaptive: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

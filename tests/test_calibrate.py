@@ -35,6 +35,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return "--target", str(target), "--draft", str(draft), "--dtype", "float32"
 
 
+@pytest.mark.thorough
 def test_beside_other_programs_nothing_is_promised_and_nothing_kept(
     pair: tuple[str, ...],
     own_home: Path,
@@ -60,6 +61,7 @@ def test_two_pairs_on_the_same_engine_are_compared(pair: tuple[str, ...], adapti
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("whole_measurement")
 def test_figures_beside_other_programs_are_bounded_marked_and_not_kept(
     pair: tuple[str, ...], own_home: Path, adaptive: Command
 ) -> None:

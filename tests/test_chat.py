@@ -301,6 +301,7 @@ def run_and_exit(run: Callable[[], None]) -> int:
     return 0
 
 
+@pytest.mark.thorough
 def test_a_chat_on_a_terminal(tmp_path_factory: pytest.TempPathFactory) -> None:
     model = save_model_that_says("## words here", tmp_path_factory.mktemp("says"))
     command = ["-m", "cli.main", "chat", "hello", "--target", str(model), "--dtype", "float32", "--distill", "off"]
@@ -322,6 +323,7 @@ def test_a_chat_on_a_terminal(tmp_path_factory: pytest.TempPathFactory) -> None:
     assert terminal.exitstatus == 0
 
 
+@pytest.mark.long(only="1")
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_chat_that_is_ended_from_outside_leaves_the_terminal_as_it_was(

@@ -80,6 +80,7 @@ def test_memory_of_the_first_version_of_control_groups(
     assert memory() == Memory(130 * MB, 300 * MB)
 
 
+@pytest.mark.thorough
 def test_whatever_asks_for_memory_is_told_the_limit(confine: Confine) -> None:
     assert cpu_forward(made("llama", torch.float32)) is not None
     confine({f"outer/inner/{name}": text for name, text in used(64, 64).items()})
@@ -109,6 +110,7 @@ def test_passes_have_no_more_threads_than_the_quota_allows(allowed: str, expecte
         assert engine.threads is None or engine.threads.most == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("four_threads")
 def test_a_number_of_threads_by_the_user_is_taken_as_it_is(confine: Confine, monkeypatch: pytest.MonkeyPatch) -> None:
     confine({"outer/cpu.max": "100000 100000\n"})

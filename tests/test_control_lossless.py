@@ -89,6 +89,7 @@ def run_loop(
     return counts, drafted
 
 
+@pytest.mark.thorough(but="by-confidence")
 @pytest.mark.parametrize("policy", [Stopping(2), GoodputLength(CHEAP)], ids=["by-confidence", "goodput"])
 def test_a_draft_that_ends_early_leaves_the_distribution_alone(
     models: tuple[TransformersEngine, TransformersEngine],  # noqa: F811
@@ -101,6 +102,7 @@ def test_a_draft_that_ends_early_leaves_the_distribution_alone(
     assert sum(drafted[k] for k in drafted if k) > RUNS / 50, f"hardly anything was drafted: {drafted}"
 
 
+@pytest.mark.thorough
 def test_dropping_a_token_for_what_was_drawn_is_caught(
     models: tuple[TransformersEngine, TransformersEngine],  # noqa: F811
 ) -> None:
@@ -108,6 +110,7 @@ def test_dropping_a_token_for_what_was_drawn_is_caught(
     assert p_value(counts, exact_distribution(models[0], PARAMS[0])) < 0.001
 
 
+@pytest.mark.thorough(but="qwen2")
 @pytest.mark.parametrize("source", ["bundled", "qwen2"])
 def test_greedy_output_is_the_same_under_every_policy(
     source: str, prompts: list[str], tmp_path_factory: pytest.TempPathFactory

@@ -49,6 +49,7 @@ def test_a_control_token_in_a_message_is_text(said: str) -> None:
     assert encoded(spelled.translated(), known, 2048).count(known.eos_token_id) == 1
 
 
+@pytest.mark.thorough
 @given(st.text(alphabet="<|end>/s us\ufdd0", max_size=40))
 def test_a_text_without_a_control_token_has_the_same_tokens_as_ever(text: str) -> None:
     for known in (AutoTokenizer.from_pretrained(BUNDLED / "target"), by_pieces()):

@@ -121,6 +121,7 @@ def layers_of(folder: Path, state: Path) -> dict[str, str]:
     return findings("--target", str(folder), "--draft", "none", *given)[1]["target layers"]
 
 
+@pytest.mark.thorough
 def test_what_was_found_of_a_models_passes_at_loading_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before loading, doctor reports that loading will test the passes; afterwards, the result. A result does not apply
     to another checkpoint in the same folder."""

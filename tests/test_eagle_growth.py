@@ -123,6 +123,7 @@ def test_states_are_those_that_transformers_returns(target: LlamaForCausalLM, lo
         with_states(said, states, 64, ENOUGH, should_stop=lambda: True)
 
 
+@pytest.mark.thorough
 def test_a_head_starts_as_the_fitted_map_and_learns(target: LlamaForCausalLM, log: Path, tmp_path: Path) -> None:
     """At the start it accepts what a linear map can know; with its value projection shuffled it accepts little."""
     sets, taps = sets_of(log), taps_of(4)
@@ -252,6 +253,7 @@ def test_other_weights_in_its_folder_are_not_taken_for_its_own(tmp_path: Path) -
         check_other_weights(tmp_path)
 
 
+@pytest.mark.thorough(but="qwen3")
 @pytest.mark.parametrize("kind", ["gemma3_text", "qwen3"])
 def test_other_families_grow_one_too(kind: str, tmp_path: Path) -> None:
     """Gemma's norms store their factors less one and its MLP is another; Qwen 3's heads are wider than its model."""

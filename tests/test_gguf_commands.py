@@ -45,6 +45,7 @@ def test_a_server_answers_from_gguf_files(names: tuple[str, ...], own_home: Path
         assert server.stop() == 0
 
 
+@pytest.mark.thorough
 def test_a_draft_file_learns_through_its_checkpoint(names: tuple[str, ...], tmp_path: Path) -> None:
     lines = (BUNDLED / "prompts" / "tools.jsonl").read_text(encoding="utf-8").splitlines()[:48]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
@@ -68,6 +69,7 @@ def test_a_draft_file_learns_through_its_checkpoint(names: tuple[str, ...], tmp_
     assert "times as fast here as" in rows["advice"]
 
 
+@pytest.mark.thorough
 def test_calibration_compares_two_engines(names: tuple[str, ...]) -> None:
     report = json.loads(
         run("calibrate", "--busy", "--answers", "2", *names[:4], "--json", "--other-target", str(BUNDLED / "target"),

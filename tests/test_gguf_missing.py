@@ -62,6 +62,7 @@ def test_a_checkpoint_is_written_as_gguf_without_the_binding(tmp_path: Path) -> 
         assert len(reader.tensors) == len(list(weights))
 
 
+@pytest.mark.thorough
 def test_of_a_model_that_is_written_one_tensor_at_a_time_is_held_encoded(tmp_path: Path) -> None:
     from adaptive.engines.llamacpp.write import write_model
 

@@ -36,6 +36,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(TINY, CPU, Workshop(TINY, CPU), Budget(0.5), tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.thorough
 def test_every_part_runs_tiny_on_the_cpu_and_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -114,6 +115,7 @@ def check_figures(found: dict[str, Any]) -> None:
     assert found["int8"]["eager"]["weights"] == "bitsandbytes-int8"
 
 
+@pytest.mark.thorough
 def test_a_part_that_fails_is_noted_and_the_others_are_run(tmp_path: Path) -> None:
     ran: list[str] = []
 
@@ -152,6 +154,7 @@ def test_the_plan_says_what_every_part_takes(
     assert "| all | | 240 |" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_planned_bytes_are_those_of_the_models() -> None:
     workshop = Workshop(TINY, CPU)
     for kind in ("bundled float32", "large", "mixture", "hybrid"):
@@ -196,6 +199,7 @@ def test_another_answer_is_wrong_and_not_a_tie(bench: Bench) -> None:
             compare(pair.target, prompt, [best, 3], [other, 3], "it")
 
 
+@pytest.mark.thorough
 def test_passes_that_are_recorded_wrongly_are_found(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     from adaptive.engines.cuda.texts import Texts
     from adaptive.engines.hf.cache import Recording
@@ -212,6 +216,7 @@ def test_passes_that_are_recorded_wrongly_are_found(bench: Bench, monkeypatch: p
         graphs(bench, "bundled float32")
 
 
+@pytest.mark.thorough
 def test_a_rule_that_accepts_everything_fails_the_chi_square(monkeypatch: pytest.MonkeyPatch) -> None:
     from collections import Counter
 

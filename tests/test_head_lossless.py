@@ -58,6 +58,9 @@ def alone(pair: Pair, prompts: list[str], most: int = TOKENS) -> list[list[int]]
     return said(plain, prompts, most=most)
 
 
+@pytest.mark.long(
+    only=["bundled-random-transformers-5", "bundled-last-layer-transformers-5", "bundled-last-layer-kernels-5"]
+)
 @pytest.mark.thorough
 @pytest.mark.parametrize("some", [pytest.param(1, marks=pytest.mark.long, id="twenty-prompts"), 5])
 @pytest.mark.parametrize("ours", [True, False], ids=["kernels", "transformers"])
@@ -140,6 +143,7 @@ def as_if_new(pair: Pair, conversation: Conversation) -> None:
     torch.testing.assert_close(found, right, rtol=0, atol=1e-3 * float(right.abs().max()))
 
 
+@pytest.mark.thorough
 def test_a_head_that_is_promoted_within_an_answer_drafts_the_rest_of_it(
     targets: dict[str, Path], prompts: list[str], tmp_path: Path
 ) -> None:
@@ -191,6 +195,7 @@ def models() -> tuple[TransformersEngine, HeadEngine]:
     return target, HeadEngine(randomised(Head.from_target(model)), target)
 
 
+@pytest.mark.long(only=["top_k-min_p-penalties-by-token", "t1.3-by-token", "t0.7-one-call"])
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", ["one-call", "by-token"])
 @pytest.mark.parametrize("params", PARAMS, ids=IDS)
@@ -212,6 +217,7 @@ def test_over_all_seeds_the_whole_loop_samples_from_the_target(
     assert p_value(counts, exact_distribution(models[0], params)) > 0.001
 
 
+@pytest.mark.long(only="transformers")
 @pytest.mark.thorough
 @pytest.mark.parametrize("ours", [True, False], ids=["kernels", "transformers"])
 def test_a_seed_means_the_same_text_whatever_drafts(

@@ -92,6 +92,7 @@ def test_a_head_grows_from_nothing_is_promoted_and_goes_on(tmp_path: Path, spoke
     assert second.manifest.recent.acceptance_after.mean == pytest.approx(acceptance_rate(replays), abs=0.02)
 
 
+@pytest.mark.thorough
 def test_a_head_that_was_given_is_what_is_judged_against_and_gone_on_from(
     tmp_path: Path, spoken: list[Generation]
 ) -> None:
@@ -109,6 +110,7 @@ def test_a_head_that_was_given_is_what_is_judged_against_and_gone_on_from(
     assert after == pytest.approx(before, abs=0.02)
 
 
+@pytest.mark.thorough(but="64")
 @pytest.mark.parametrize("longest", [64, 20])
 def test_before_its_first_step_a_head_says_what_follows_from_token_and_state(
     tmp_path: Path, spoken: list[Generation], longest: int
@@ -182,6 +184,7 @@ def test_an_interrupted_run_whose_hidden_states_are_gone_is_given_up(
     assert again.verdict is not None
 
 
+@pytest.mark.thorough
 def test_reading_hidden_states_stops_between_two_answers(tmp_path: Path, spoken: list[Generation]) -> None:
     spool, asked = keep(tmp_path, spoken), [0]
 
@@ -215,6 +218,7 @@ def test_only_records_with_features_are_learned_from(tmp_path: Path, spoken: lis
         distill(tmp_path / "records.db", AdapterStore(tmp_path / "adapters"), BASE, head, SHORT, spool=spool)
 
 
+@pytest.mark.thorough
 def test_features_that_go_meanwhile_stop_nobody(tmp_path: Path, spoken: list[Generation]) -> None:
     spool, head = keep(tmp_path, spoken), new_head(tmp_path)
 

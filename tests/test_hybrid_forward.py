@@ -179,6 +179,7 @@ def test_any_order_of_passes_and_rollbacks_leaves_the_state_of_the_text(engine: 
     assert reached >= {1, 3, 5}
 
 
+@pytest.mark.thorough
 def test_what_is_drafted_in_a_call_and_taken_back_was_never_there(engine: TransformersEngine) -> None:
     """A draft rolls back over single steps again and again, and never to a checkpoint."""
     vocab = SIZES["vocab_size"]

@@ -85,6 +85,7 @@ def test_it_follows_an_adapter_and_forgets_it(tmp_path: Path, linear_layers: str
     assert torch.equal(logits(engine, tokens), before)
 
 
+@pytest.mark.thorough
 def test_with_64_bits_the_draft_guesses_as_well() -> None:
     """The kernels of int8 know no activations of 64 bits."""
     accepted = []

@@ -41,6 +41,7 @@ def said(*path: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_an_odd_path_is_one_like_any_other(tmp_path: Path) -> None:
     """The package lies under a name with spaces and other special characters."""
     odd = tmp_path / "my env (2), ünd 'more'"

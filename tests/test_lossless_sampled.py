@@ -212,6 +212,7 @@ def test_tokens_proposed_without_chance_leave_the_target_its_distribution(
     assert p_value(run_loop(models, params, length=2, certain=Certain()), exact) > 0.001
 
 
+@pytest.mark.thorough
 def test_tokens_proposed_without_chance_and_verified_as_drawn_fail_the_same_test(
     models: tuple[TransformersEngine, TransformersEngine],
 ) -> None:

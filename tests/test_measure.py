@@ -69,6 +69,7 @@ def check(found: Measured) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("whole_measurement")
 def test_other_programs_do_not_show_in_what_passes_cost(pair: Pair) -> None:
     with spinning(3):
         found = measure(pair, GREEDY)
@@ -78,6 +79,8 @@ def test_other_programs_do_not_show_in_what_passes_cost(pair: Pair) -> None:
     check(found)
 
 
+@pytest.mark.thorough
+@pytest.mark.usefixtures("whole_measurement")
 def test_measuring_gives_way_at_every_round(pair: Pair) -> None:
     """Between two rounds the engine is free, threads are chosen as usual, and an abort takes effect."""
     rounds, given = measuring(pair, GREEDY), torch.get_num_threads()

@@ -255,6 +255,7 @@ def test_doctor_names_it(tmp_path: Path, adaptive: Command) -> None:
     assert rows["draft forward"] == "transformers' own (float32)"
 
 
+@pytest.mark.thorough
 def test_answers_are_recorded_as_its_own_and_states_are_kept(tmp_path: Path, adaptive: Command) -> None:
     """With the controller, whose costs are measured first."""
     folder = save_with_mtp("qwen3_5_text", tmp_path / "target")

@@ -100,6 +100,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux has this file")
 def test_threads_without_memory_raise_an_error_and_go_on() -> None:
     done = subprocess.run([sys.executable, "-c", NO_MEMORY], check=False, capture_output=True, text=True, timeout=120)

@@ -203,6 +203,7 @@ def test_one_process_that_is_stopped_while_it_reads_stops_all(tmp_path: Path, sp
     assert ran([*TWO[:-2], *arguments]) == {"stopped": True, "steps": 0}
 
 
+@pytest.mark.long
 @pytest.mark.thorough
 def test_three_logs_of_a_team_give_the_same_adapter_in_two_processes_as_in_one(tmp_path: Path, own_home: Path) -> None:
     pair, state = saved_pair(tmp_path, own_home)
@@ -234,6 +235,7 @@ def test_three_logs_of_a_team_give_the_same_adapter_in_two_processes_as_in_one(t
     assert after[0] == pytest.approx(after[1], abs=0.01)
 
 
+@pytest.mark.thorough
 def test_a_damaged_record_does_not_end_training_and_is_counted(tmp_path: Path) -> None:
     state = PairState(tmp_path)
     log = write_log(state.records, speak(target(), 80, SamplingParams(temperature=0.7)))

@@ -241,6 +241,7 @@ def test_vllm_gets_a_draft_with_as_many_rows_as_its_target(
     assert torch.equal(ours.argmax(-1), plain_draft.argmax(-1))
 
 
+@pytest.mark.thorough
 def test_a_head_is_put_into_the_start_file_as_a_head_by_its_whole_path(
     adaptive: Any, state: PairState, box: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -258,6 +258,7 @@ def test_a_damaged_write_ahead_log_does_not_end_before_its_end(path: Path, tmp_p
     assert len(whole(copy)) >= COUNT + 18
 
 
+@pytest.mark.thorough
 def test_any_flipped_byte_leaves_a_log_that_opens(path: Path) -> None:
     rng = random.Random(3)
     data = path.read_bytes()

@@ -59,6 +59,7 @@ def wait_for(path: Path, records: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.thorough(but="keep0")
 @pytest.mark.parametrize("keep", [Keep(days=0.9), Keep(gigabytes=1e-9)])
 def test_a_record_is_written_before_all_old_ones_are_deleted(
     path: Path, keep: Keep, monkeypatch: pytest.MonkeyPatch

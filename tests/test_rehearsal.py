@@ -117,6 +117,7 @@ def test_without_a_chat_format_all_of_a_text_is_the_answer() -> None:
     assert max(len(one.output) for one in made) > SHORTEST
 
 
+@pytest.mark.thorough
 def test_texts_are_written_once_for_each_draft(tmp_path: Path) -> None:
     said: list[tuple[int, int]] = []
     own = rehearsal_of(tokenizer(), tmp_path / "own.safetensors", "0123")
@@ -174,6 +175,7 @@ def more_than_one(found: list[int]) -> bool:
     return len(found) > 1
 
 
+@pytest.mark.thorough
 def test_texts_that_cannot_be_kept_are_used_all_the_same(tmp_path: Path) -> None:
     own = Rehearsal(frame(), tmp_path / "nowhere" / "own.safetensors", "0123")
     assert len(own.texts(small_draft(), never, quiet)) == TEXTS
@@ -236,6 +238,7 @@ def test_a_recipe_refuses_fewer_than_no_texts() -> None:
         Recipe(rehearsed=-1)
 
 
+@pytest.mark.thorough
 def test_texts_are_kept_for_another_day(tmp_path: Path) -> None:
     """Some chat templates write today's date before the question."""
     draft, here = small_draft(), Rehearsal(frame(), tmp_path / "texts", "these")

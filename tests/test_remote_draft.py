@@ -337,6 +337,7 @@ def test_what_cannot_be_asked_is_one_line(
     assert "is not trained from here" in err
 
 
+@pytest.mark.thorough
 def test_what_reads_the_log_of_a_server_with_a_key_is_given_the_key(
     adaptive: Command, own_home: Path, tmp_path: Path, models: tuple[TransformersEngine, TransformersEngine]
 ) -> None:

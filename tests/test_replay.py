@@ -162,6 +162,7 @@ def place(ids: list[int]) -> int:
     return sum(token * VOCAB**power for power, token in enumerate(reversed(ids)))
 
 
+@pytest.mark.thorough(but="params0")
 @pytest.mark.parametrize(
     "params",
     [

@@ -26,6 +26,7 @@ from trainers.run import DistillOutcome, distill
 __all__ = ["log", "spoken"]  # fixtures
 
 
+@pytest.mark.thorough
 def test_a_run_that_goes_on_and_is_stopped_again_keeps_no_second_copy_of_what_the_first_had_found(
     tmp_path: Path, log: Path
 ) -> None:
@@ -49,6 +50,7 @@ def test_a_run_that_goes_on_and_is_stopped_again_keeps_no_second_copy_of_what_th
     assert training_seconds(store) == last.manifest.train_seconds > first.manifest.train_seconds
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_stopped_again_and_again_while_the_gate_judges_it_leaves_one_candidate(
     tmp_path: Path, log: Path
 ) -> None:
@@ -101,6 +103,7 @@ def test_a_run_that_is_stopped_before_anything_was_judged_goes_on_where_it_stood
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.long(only="1")
 @pytest.mark.thorough
 @pytest.mark.parametrize("passes", [1, 3])
 def test_a_run_of_many_short_sessions_ends_as_one_that_is_never_stopped(

@@ -116,6 +116,7 @@ def compare(name: str, screen: str) -> None:
     assert screen == file.read_text(encoding="utf-8")
 
 
+@pytest.mark.thorough(but="80-xterm-256color")
 @pytest.mark.parametrize(("width", "term"), [*((width, "xterm-256color") for width in WIDTHS), (80, "dumb")])
 def test_the_main_commands_in_a_terminal(here: Path, width: int, term: str) -> None:
     command = [sys.executable, "-c", PLAY]
@@ -134,6 +135,7 @@ def test_the_main_commands_in_a_terminal(here: Path, width: int, term: str) -> N
     compare(f"commands-{'dumb' if term == 'dumb' else width}", screen)
 
 
+@pytest.mark.thorough
 def test_the_main_commands_through_a_pipe(here: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PLAY], cwd=here, env=environment("xterm-256color"), stdin=subprocess.DEVNULL,

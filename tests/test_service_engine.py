@@ -116,6 +116,7 @@ def test_idle_is_not_said_when_a_request_has_just_come(own_home: Path) -> None:
     assert said == ["busy"] * len(said)
 
 
+@pytest.mark.thorough
 def test_an_answer_that_cannot_begin_leaves_the_lone_one_its_own_estimates(own_home: Path) -> None:
     settings = load_settings({"dtype": "float32", "record": False})
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from quick_costs import MEASURE
 from rich.console import Console
 from service_server import Server
 
@@ -39,8 +40,11 @@ def leave_costs(home: Path, pair: Pair) -> Path:
 
 
 @pytest.mark.thorough
-def test_costs_of_another_day_are_measured_anew_when_nobody_asks_and_no_request_waits_for_that(tmp_path: Path) -> None:
+def test_costs_of_another_day_are_measured_anew_when_nobody_asks_and_no_request_waits_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A measurement begins in each pause between requests; each request interrupts it, and all are answered."""
+    monkeypatch.setenv(MEASURE, "whole")
     pair = load_pair(load_settings({"dtype": "float32", "device": "cpu", "threads": 1}))
     file = leave_costs(tmp_path, pair)
     kept = json.loads(file.read_text(encoding="utf-8"))

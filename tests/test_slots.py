@@ -54,6 +54,7 @@ def test_a_model_without_joint_passes_has_one_slot_whatever_is_wanted() -> None:
     assert possible_slots(assistant(EACH), "4") == (4, None)
 
 
+@pytest.mark.thorough
 def test_a_request_for_many_answers_gives_slots_to_those_who_wait(own_home: Path) -> None:
     settings = load_settings({"dtype": "float32", "record": False})
 

@@ -217,6 +217,7 @@ def without_files_at_read(root: Path, number: int, once: bool, work: Callable[[A
     return status == 0
 
 
+@pytest.mark.long(only=["from-it-on-prune", "from-it-on-rollback", "from-it-on-usable-garbled", "once-promote"])
 @pytest.mark.thorough(but="once-usable")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize(
@@ -269,6 +270,7 @@ def test_a_prune_that_is_killed_loses_no_training_seconds(tmp_path: Path) -> Non
     assert number > 10
 
 
+@pytest.mark.thorough
 def test_a_damaged_adapter_is_set_aside_though_the_first_try_is_killed(tmp_path: Path) -> None:
     whole = published(tmp_path / "whole", 2, promote=2)
     (whole.path("0002") / "adapter_config.json").write_text("{}")

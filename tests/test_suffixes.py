@@ -40,6 +40,7 @@ def add(index: Suffixes, number: int, tokens: list[int]) -> None:
     index.add(number, np.array(tokens, np.int32))
 
 
+@pytest.mark.thorough
 @needs_compiled
 @settings(max_examples=300, deadline=None)
 @given(
@@ -92,6 +93,7 @@ def test_taking_back_leaves_what_was_there_before(steps: list[tuple[list[int], i
     assert found[0] == found[1]
 
 
+@pytest.mark.thorough
 def test_texts_that_were_taken_back_take_no_memory() -> None:
     """As those of other conversations, and drafts, in the running text of a server that runs for months."""
     index, rng = PlainSuffixes(), random.Random(0)
@@ -244,6 +246,7 @@ def test_one_thread_may_add_and_remove_while_another_asks() -> None:
     assert index.follow(texts[399][:50])[0] == texts[399][50 : 50 + AHEAD]
 
 
+@pytest.mark.thorough
 @needs_compiled
 @settings(max_examples=200, deadline=None)
 @given(

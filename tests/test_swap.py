@@ -118,6 +118,7 @@ def test_a_chat_credits_every_round_to_the_adapter_that_drafted_it(
     assert before + after == len(session.assistant.last.rounds)
 
 
+@pytest.mark.thorough
 def test_a_swap_that_the_answer_was_too_short_for_is_finished_before_the_next(
     session: OpenedPair, tmp_path: Path
 ) -> None:
@@ -135,6 +136,7 @@ def test_a_swap_that_the_answer_was_too_short_for_is_finished_before_the_next(
     assert [step.token for step in assistant.complete(PROMPT, GREEDY, LONG)] == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_an_answer_goes_on_with_its_draft_while_an_adapter_is_verified_and_read(
     session: OpenedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -177,6 +179,7 @@ def test_an_adapter_that_is_rolled_back_while_it_is_read_does_not_come_into_use(
     assert session.swapper.swaps == 0
 
 
+@pytest.mark.thorough
 def test_an_adapter_that_does_not_fit_is_passed_over_in_the_middle_of_an_answer(
     session: OpenedPair, tmp_path: Path
 ) -> None:

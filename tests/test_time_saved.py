@@ -68,6 +68,7 @@ def test_an_answer_is_not_held_against_plain_rounds_of_another_pace() -> None:
     assert found.seconds == pytest.approx(30 * 40 * 0.005, rel=0.3)
 
 
+@pytest.mark.thorough(but="2")
 @pytest.mark.parametrize("plain", [2, 10])
 def test_what_was_saved_is_known_within_its_interval(plain: int) -> None:
     """The interval holds the truth in at least 85 of 100 sessions, and each estimate is within 20% of it."""

@@ -158,6 +158,7 @@ def test_distillation_raises_held_out_acceptance_and_is_promoted(tmp_path: Path,
     assert acceptance_rate(replay(model, held_out)) == pytest.approx(outcome.verdict.recent.acceptance_after.mean)
 
 
+@pytest.mark.thorough
 def test_greedy_records_teach_the_draft_too(tmp_path: Path) -> None:
     log = write_log(tmp_path / "records.db", speak(target(), 100, SamplingParams()))
     outcome = distill(log, AdapterStore(tmp_path / "adapters"), BASE, small_draft(), SHORT)
@@ -272,6 +273,7 @@ def test_stopping_at_once_changes_nothing(tmp_path: Path, log: Path) -> None:
     assert store.list() == ()
 
 
+@pytest.mark.thorough
 def test_a_run_that_keeps_nothing_is_training_too(tmp_path: Path, log: Path) -> None:
     store = AdapterStore(tmp_path / "adapters")
     store.promote(distill(log, store, BASE, small_draft(), SHORT, promotion="never").manifest.id, "by hand")  # type: ignore[union-attr]
@@ -281,6 +283,7 @@ def test_a_run_that_keeps_nothing_is_training_too(tmp_path: Path, log: Path) -> 
     assert training_seconds(AdapterStore(store.root)) == before + outcome.train_seconds > before
 
 
+@pytest.mark.thorough
 def test_equal_seeds_give_equal_adapters(tmp_path: Path, log: Path) -> None:
     found = []
     for name in ("a", "b"):

@@ -73,6 +73,7 @@ def refusal(result: Result) -> str:
     return line
 
 
+@pytest.mark.thorough
 def test_it_reports_figures_and_the_next_command(
     pair: list[str], own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +146,7 @@ def test_how_much_of_the_log_is_learned_from_can_be_said(pair: list[str], own_ho
     assert "records is 0" in refusal(distill(pair, "--records", "0"))
 
 
+@pytest.mark.long
 @pytest.mark.thorough
 def test_all_that_was_asked_for_is_learned_from(pair: list[str], tmp_path: Path, own_home: Path) -> None:
     lines = [json.dumps({"prompt": f"w{i % 40} w{i // 40}"}) for i in range(2050)]
@@ -229,6 +231,7 @@ def test_a_turn_ends_with_the_token_at_which_the_target_ends_it(
     assert words.decode(found.output) == "w3 w4 <end>"
 
 
+@pytest.mark.thorough
 def test_it_learns_from_a_chat_file_alone(pair: list[str], tmp_path: Path) -> None:
     torch.manual_seed(0)
     lines = []

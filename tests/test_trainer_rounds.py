@@ -56,6 +56,7 @@ def test_a_candidate_that_was_not_judged_makes_the_next_no_harder(tmp_path: Path
     assert _streak(store, outcome.manifest) == 1
 
 
+@pytest.mark.thorough
 def test_an_answer_that_was_said_twice_is_judged_once(tmp_path: Path) -> None:
     said = speak(target(), 80, SamplingParams())
     sets = [

@@ -163,12 +163,14 @@ def test_greedy_output_equals_the_target_alone(
         pair.draft.apply_adapter(None)
 
 
+@pytest.mark.thorough
 def test_a_seed_means_the_same_text(pair: Pair, prompts: list[str]) -> None:
     seeded = SamplingParams(temperature=0.8, seed=5)
     plain = said(pair, FixedLength(0), prompts[::7], seeded, 40)
     assert said(pair, FixedLength(12, tree=True), prompts[::7], seeded, 40) == plain
 
 
+@pytest.mark.thorough(but="0.0")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_with_penalties_trees_are_drafted(pair: Pair, prompts: list[str], temperature: float) -> None:
     """They are the default of some checkpoints."""
