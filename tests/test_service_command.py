@@ -245,6 +245,30 @@ def test_an_agent_that_launchd_does_not_stop_is_no_success(tmp_path: Path, monke
     Launchd().stop()
 
 
+def test_an_agent_is_started_anew_once_launchd_has_forgotten_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``bootout`` returns while the process is still ending; ``bootstrap`` fails until it has ended."""
+    ending, told = tmp_path / "ending", tmp_path / "told"
+    (tmp_path / "launchctl").write_text(
+        f"""#!/bin/sh
+echo "$1" >> {told}
+case $1 in
+bootout) echo xxx > {ending}; echo "Boot-out failed: 36: Operation now in progress" >&2; exit 36 ;;
+print) [ -s {ending} ] || exit 113; echo "	state = SIGTERMed"; x=$(cat {ending}); printf %s "${{x#x}}" > {ending} ;;
+bootstrap) [ -s {ending} ] && echo "Bootstrap failed: 5: Input/output error" >&2 && exit 5 ;;
+esac
+exit 0
+"""
+    )
+    (tmp_path / "launchctl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    Launchd().start()
+    words = told.read_text().split()
+    assert (words[0], words[-1]) == ("bootout", "bootstrap")
+    assert words.count("print") > 3
+
+
 def test_the_dockerfile_copies_all_that_is_installed() -> None:
     lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
     copies = [line.split()[1:-1] for line in lines if line.startswith("COPY ") and "--from" not in line]
