@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, PreTrainedConfig
 
+from adaptive.devices import choose_device
 from adaptive.engines import load
 from adaptive.engines.cpu import dtype, weights
 from adaptive.engines.load import choose_dtype
@@ -40,6 +41,12 @@ def test_bfloat16_is_for_what_is_multiplied_in_it(
     assert choose_dtype(load_settings({}), "cpu", unknown) == (torch.bfloat16 if multiplied else torch.float32)
     # An explicit setting is used as it is.
     assert choose_dtype(load_settings({"dtype": "bfloat16"}), "cpu", unknown) == torch.bfloat16
+
+
+def test_a_mac_decodes_on_its_processor_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert choose_device("auto") == "cpu"
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "mps"])
