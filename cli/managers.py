@@ -143,6 +143,7 @@ class Launchd:
             "KeepAlive": {"SuccessfulExit": False},
             "ThrottleInterval": 60,  # seconds between restarts, even for an error that a restart does not cure
             "ExitTimeOut": ENDING_S,
+            "ProcessType": "Interactive",  # others may use less of the processor and the disk, by launchd.plist(5)
             "Umask": 0o077,
             "StandardOutPath": log,
             "StandardErrorPath": log,

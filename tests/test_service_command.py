@@ -229,6 +229,7 @@ def test_launchd_is_given_the_command_word_by_word(tmp_path: Path, monkeypatch: 
     written = plistlib.loads(agent.file.read_bytes())
     assert written["ProgramArguments"] == ["/opt/a b/adaptive", "serve", "--name", "<x> & $HOME"]
     assert written["KeepAlive"] == {"SuccessfulExit": False}
+    assert written["ProcessType"] == "Interactive"
     assert agent.state() == "unknown" or sys.platform == "darwin"  # launchctl does not exist here
     assert Systemd().file.name == "adaptive.service"
 
