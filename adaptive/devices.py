@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def choose_device(name: str) -> str:
-    """The device to use. ``auto``: the first CUDA device, else the CPU: Apple's graphics (``mps``) must be named, because
-    nothing has been run on them. Raises AdaptiveError if the named device cannot be used."""
+    """The device to use. ``auto``: the first CUDA device, else the CPU. Apple's graphics (``mps``) must be named,
+    because nothing has been run on them. Raises AdaptiveError if the named device cannot be used."""
     import torch
 
     if name == "auto":
