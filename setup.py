@@ -27,6 +27,9 @@ X86 = {
 }
 ARM = {"neondot": "-march=armv8.2-a+dotprod", "neon": ""}
 FLAGS = ARM if platform.machine() in ("aarch64", "arm64") else X86
+# For the compiler and the linker of a Mac, of a Python that was built for Intel's processors too and for systems that
+# lack what these modules call: the first option takes the place of all of Python's own for processors.
+MAC = ["-arch", platform.machine(), "-mmacosx-version-min=11.0"] if sys.platform == "darwin" else []
 
 
 class Build(build_ext):
@@ -78,11 +81,13 @@ def module(folder: Path, name: str, source: str, flags: str = "") -> Extension:
         depends=[str(file) for file in sources(folder)],
         include_dirs=[str(beside / part) for part in ("include", "src", "ext/robin_map/include")],
         define_macros=[("ADAPTIVE_SOURCES", f'"{fingerprint(folder)}"'), ("NB_DOMAIN", name), ("NDEBUG", None)],
-        extra_compile_args=[*COMMON.split(), *flags.split()],
-        extra_link_args=exports(name),
+        extra_compile_args=[*COMMON.split(), *MAC, *flags.split()],
+        extra_link_args=[*MAC, *exports(name)],
         optional=True,
     )
 
 
+if sys.platform == "win32":
+    sys.exit("adaptive runs on Linux and macOS; on Windows install it in WSL, the Windows Subsystem for Linux")
 kernels = [module(FOLDER, name, f"{name}.cpp", flags) for name, flags in FLAGS.items()]
 setup(ext_modules=[*kernels, module(INDEX, "suffixes", "module.cpp")], cmdclass={"build_ext": Build})

@@ -28,6 +28,7 @@ from adaptive.control.memory import current_costs
 from adaptive.errors import AdaptiveError
 from adaptive.grammar import Grammar
 from adaptive.hub import resolved
+from adaptive.installation import check_system
 from adaptive.opened import opened
 from adaptive.pair import load_pair
 from adaptive.pipe import IDLE, LAST, Order, Report, start_worker
@@ -76,8 +77,9 @@ class Assistant:
         ``record``, ...); ``config`` is a TOML file of them. With ``learn``, a background process trains the draft
         between answers, and better drafts come into use, as in ``adaptive chat``.
 
-        Raises AdaptiveError if the pair cannot be loaded.
+        Raises AdaptiveError if the pair cannot be loaded, and on Windows.
         """
+        check_system()
         named = {"target": target, "draft": draft}
         given = {name: str(value) for name, value in named.items() if value is not None} | settings
         self.settings = load_settings(given, None if config is None else Path(config))

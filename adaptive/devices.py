@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def choose_device(name: str) -> str:
-    """The device to use. ``auto``: the first CUDA device, else MPS, else the CPU. Raises AdaptiveError if the named
-    device cannot be used."""
+    """The device to use. ``auto``: the first CUDA device, else the CPU. Apple's graphics (``mps``) must be named,
+    because nothing has been run on them. Raises AdaptiveError if the named device cannot be used."""
     import torch
 
     if name == "auto":
-        return "cuda:0" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
     try:
         torch.device(name)
     except RuntimeError as error:

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from checkpoints.errors import AdaptiveError
+
 DISTRIBUTION = "adaptive-speculation"
 
 
@@ -70,7 +72,17 @@ def build_advice() -> str:
     wheel = Path(unquote(urlsplit(_url()).path)).name
     if wheel.endswith(".whl"):  # reinstalling the same wheel would change nothing
         return f"there is nothing compiled in {wheel}: install one with it, or from the sources with a C++ compiler"
-    return f"install one (g++ or clang++), then {install_command(again=True)}"
+    kinds = "`xcode-select --install`" if sys.platform == "darwin" else "g++ or clang++"
+    return f"install one ({kinds}), then {install_command(again=True)}"
+
+
+def check_system() -> None:
+    """Raise AdaptiveError on Windows, on which nothing here has been run."""
+    if sys.platform == "win32":
+        raise AdaptiveError(
+            "this program runs on Linux and macOS, not on Windows itself; install it in WSL, the Windows Subsystem for "
+            "Linux (`wsl --install`)"
+        )
 
 
 def _url() -> str:

@@ -11,7 +11,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -165,8 +165,10 @@ def _devices(torch: Any, settings: Settings) -> Iterator[Finding]:
         yield Finding("machine", f"cuda:{number}", "ok", f"{name}, {size(free)} free of {size(total)}")
         yield _arithmetic(torch, f"cuda:{number}", f"cuda:{number} arithmetic")
     if torch.backends.mps.is_available():
-        yield Finding("machine", "mps", "ok", "Apple graphics")
-        yield _arithmetic(torch, "mps", "mps arithmetic")
+        yield Finding("machine", "mps", "ok", "Apple graphics, for --device mps only: nothing has been run on them")
+        found = _arithmetic(torch, "mps", "mps arithmetic")
+        named = any((name or "").startswith("mps") for name in (settings.device, settings.draft_device))
+        yield found if named or found.status == "ok" else replace(found, status="note")
     if not torch.cuda.is_available() and not torch.backends.mps.is_available():
         driver = Path("/proc/driver/nvidia/version").exists()
         advice = f"an NVIDIA driver is there, for a build of torch with CUDA: {_torch_anew()}" if driver else ""
@@ -183,7 +185,7 @@ def _arithmetic(torch: Any, device: str, name: str) -> Finding:
         for dtype in (torch.float32, torch.bfloat16):
             layer, x = weight.to(dtype), rows.to(dtype)
             times[dtype] = _milliseconds(lambda x=x, layer=layer: torch.nn.functional.linear(x, layer).sum().item())  # type: ignore[misc]
-            results[dtype] = torch.nn.functional.linear(x, layer).double().cpu()
+            results[dtype] = torch.nn.functional.linear(x, layer).cpu().double()  # MPS has no float64
         error = _difference(results[torch.bfloat16], results[torch.float32])
     except Exception as reason:
         return Finding("machine", name, "broken", first_line(reason), _torch_anew())
@@ -238,7 +240,7 @@ def _quantised_layer(kind: str, settings: Settings) -> tuple[float, float]:
     with torch.inference_mode():
         x = row.to(device, torch.float32 if kind == "nf4" else torch.float16)
         took = _milliseconds(lambda: layer(x).sum().item())
-        return _difference(layer(x).double().cpu(), plain(row).double()), took
+        return _difference(layer(x).cpu().double(), plain(row).double()), took
 
 
 def _llama_cpp(settings: Settings) -> Finding:

@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 from adaptive.errors import AdaptiveError, first_line, out_of_memory
+from adaptive.installation import check_system
 from adaptive.printable import printable_line
 from cli import (
     adapters,
@@ -57,6 +58,10 @@ app = typer.Typer(
 
 # Exit status if what reads the output has ended: that of a program that the shell saw ended by SIGPIPE.
 READER_ENDED = 141
+
+# Loggers whose warnings are of no concern here: of a kernel for 4-bit weights that is not needed; and on macOS, at each
+# import of transformers, of what torch cannot redirect.
+OF_NO_CONCERN = ("bitsandbytes", "torch.distributed.elastic.multiprocessing.redirects")
 
 
 def _version(asked: bool) -> None:
@@ -145,17 +150,18 @@ def _replace_what_cannot_be_encoded() -> None:
 
 def _run() -> None:
     _open_what_is_closed()
-    wait()
     _replace_what_cannot_be_encoded()
-    keep_buffers()
-    look_for_cycles_less()
     said = os.environ.get("ADAPTIVE_DEBUG", "").lower()
     debug = "--debug" in sys.argv or said not in ("", "0", "false", "no", "off")
     if debug:
         show_log()
-    # bitsandbytes warns about a missing kernel for 4-bit weights that is not needed here.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    for name in OF_NO_CONCERN:
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
+        check_system()
+        wait()
+        keep_buffers()
+        look_for_cycles_less()
         command = typer.main.get_command(app)
         leave_out_types_of_flags(command)
         command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import plistlib
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -13,8 +14,12 @@ from adaptive.errors import AdaptiveError
 
 # Seconds that one of their commands may take.
 PATIENCE_S = 60
+# The state of a service if its manager does not say one.
+UNKNOWN = "unknown"
 # Name of our launchd agent; launchd's names are in reverse domain order.
 LABEL = "local.adaptive"
+# Seconds that a service may take to end until it is killed.
+ENDING_S = 45
 
 UNIT = """[Unit]
 Description=adaptive: a local assistant that gets faster
@@ -35,7 +40,7 @@ OOMPolicy=continue
 # The server ends the training process itself, when that has kept what it has.
 KillMode=mixed
 # Running answers have 10 s, and caches that are kept on disk 10 s; the rest is for the log and the trainer.
-TimeoutStopSec=45
+TimeoutStopSec={ending}
 UMask=0077
 NoNewPrivileges=yes
 
@@ -99,7 +104,7 @@ class Systemd:
         _tell("systemctl", "--user", "restart", "adaptive")  # also a service that runs with other options
 
     def state(self) -> str:
-        """The word of ``systemctl is-active``; "unknown" if systemd cannot be queried."""
+        """The word of ``systemctl is-active``; UNKNOWN if systemd cannot be queried."""
         return _ask("systemctl", "--user", "is-active", "adaptive")
 
     def stop(self) -> None:
@@ -137,7 +142,8 @@ class Launchd:
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},
             "ThrottleInterval": 60,  # seconds between restarts, even for an error that a restart does not cure
-            "ExitTimeOut": 45,  # seconds, as for systemd
+            "ExitTimeOut": ENDING_S,
+            "ProcessType": "Interactive",  # others may use less of the processor and the disk, by launchd.plist(5)
             "Umask": 0o077,
             "StandardOutPath": log,
             "StandardErrorPath": log,
@@ -150,20 +156,27 @@ class Launchd:
         _tell("launchctl", "bootstrap", self._domain, str(self.file))
 
     def state(self) -> str:
-        """The word of ``launchctl print``, "running" for a running agent; "unknown" if it cannot be queried."""
+        """The word of ``launchctl print``, "running" for a running agent; UNKNOWN if there is none, or if it
+        cannot be queried."""
         for line in _ask("launchctl", "print", f"{self._domain}/{LABEL}").splitlines():
             name, _, value = line.strip().partition(" = ")
             if name == "state":
                 return value
-        return "unknown"
+        return UNKNOWN
 
     def stop(self) -> None:
-        """Raises AdaptiveError if the agent goes on running."""
+        """Returns when launchd has forgotten the agent: until then it starts none of the same name. Raises
+        AdaptiveError if the agent goes on running."""
         try:
             _tell("launchctl", "bootout", f"{self._domain}/{LABEL}")
         except AdaptiveError:
-            if self.state() == self.running:  # else there was nothing to stop
+            if self.state() == self.running:  # else there was nothing to stop, or it is ending
                 raise
+        until = time.monotonic() + ENDING_S + PATIENCE_S
+        while self.state() != UNKNOWN:
+            if time.monotonic() > until:
+                raise AdaptiveError(f"launchd does not end {LABEL}; see `launchctl print {self._domain}/{LABEL}`")
+            time.sleep(0.2)
 
     def reload(self) -> None:
         """Nothing to do: launchd reads the file when the agent starts."""
@@ -180,7 +193,7 @@ def unit_of(command: Sequence[str]) -> str:
         raise AdaptiveError(f"{program!r} cannot be started by systemd; install adaptive in a folder without quotes")
     # In arguments a dollar sign marks a variable and is doubled; in the program's path it is literal.
     words = [_quoted(program), *(_quoted(word).replace("$", "$$") for word in arguments)]
-    return UNIT.format(command=" ".join(words))
+    return UNIT.format(command=" ".join(words), ending=ENDING_S)
 
 
 def _quoted(word: str) -> str:
@@ -210,9 +223,9 @@ def _tell(*command: str) -> None:
 
 
 def _ask(*command: str) -> str:
-    """The command's output; "unknown" if it is empty or the command cannot be run."""
+    """The command's output; UNKNOWN if it is empty or the command cannot be run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return done.stdout.strip() or "unknown"
+        return UNKNOWN
+    return done.stdout.strip() or UNKNOWN

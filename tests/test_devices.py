@@ -49,6 +49,12 @@ def test_bfloat16_is_for_what_is_multiplied_in_it(
     assert choose_dtype(load_settings({"dtype": "bfloat16"}), "cpu", unknown) == torch.bfloat16
 
 
+def test_a_mac_decodes_on_its_processor_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert choose_device("auto") == "cpu"
+
+
 @pytest.mark.parametrize("device", ["cuda:0", "mps"])
 def test_a_gpu_without_bfloat16_computes_in_float16_unless_that_overflows(
     device: str, monkeypatch: pytest.MonkeyPatch

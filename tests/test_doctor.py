@@ -82,6 +82,16 @@ def test_kernels_that_were_not_built_are_a_note(
     assert ("C++ compiler" in found["kernels"]["advice"]) == bool(kernels.runnable())
 
 
+def test_the_graphics_of_a_mac_are_needed_only_where_they_are_named(
+    pair: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)  # and nothing can be computed on them
+    code, found = findings(*pair)
+    assert (code, found["mps arithmetic"]["status"]) == (0, "note")
+    code, found = findings(*pair, "--device", "mps")
+    assert (code, found["mps arithmetic"]["status"]) == (1, "broken")
+
+
 def test_what_is_asked_for_is_what_is_reported(pair: list[str]) -> None:
     _, found = findings(*pair, "--device", "cpu", "--dtype", "bfloat16")
     assert found["device"]["value"] == "cpu"

@@ -179,9 +179,9 @@ def test_a_systemd_that_cannot_be_reached_is_one_line(
 def test_a_system_without_either_is_told_so(
     manager: Callable[[], list[str]], adaptive: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.platform", "win32")
+    monkeypatch.setattr("sys.platform", "freebsd14")
     status, _, err = adaptive("service", "install")
-    assert (status, "not for win32" in err) == (2, True)
+    assert (status, "not for freebsd14" in err) == (2, True)
 
 
 def test_servers_are_found_by_what_they_hold_and_not_by_what_a_killed_one_left(tmp_path: Path) -> None:
@@ -229,6 +229,7 @@ def test_launchd_is_given_the_command_word_by_word(tmp_path: Path, monkeypatch: 
     written = plistlib.loads(agent.file.read_bytes())
     assert written["ProgramArguments"] == ["/opt/a b/adaptive", "serve", "--name", "<x> & $HOME"]
     assert written["KeepAlive"] == {"SuccessfulExit": False}
+    assert written["ProcessType"] == "Interactive"
     assert agent.state() == "unknown" or sys.platform == "darwin"  # launchctl does not exist here
     assert Systemd().file.name == "adaptive.service"
 
@@ -243,6 +244,30 @@ def test_an_agent_that_launchd_does_not_stop_is_no_success(tmp_path: Path, monke
         Launchd().stop()
     state.write_text("")  # nothing is loaded
     Launchd().stop()
+
+
+def test_an_agent_is_started_anew_once_launchd_has_forgotten_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``bootout`` returns while the process is still ending; ``bootstrap`` fails until it has ended."""
+    ending, told = tmp_path / "ending", tmp_path / "told"
+    (tmp_path / "launchctl").write_text(
+        f"""#!/bin/sh
+echo "$1" >> {told}
+case $1 in
+bootout) echo xxx > {ending}; echo "Boot-out failed: 36: Operation now in progress" >&2; exit 36 ;;
+print) [ -s {ending} ] || exit 113; echo "	state = SIGTERMed"; x=$(cat {ending}); printf %s "${{x#x}}" > {ending} ;;
+bootstrap) [ -s {ending} ] && echo "Bootstrap failed: 5: Input/output error" >&2 && exit 5 ;;
+esac
+exit 0
+"""
+    )
+    (tmp_path / "launchctl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    Launchd().start()
+    words = told.read_text().split()
+    assert (words[0], words[-1]) == ("bootout", "bootstrap")
+    assert words.count("print") > 3
 
 
 def test_the_dockerfile_copies_all_that_is_installed() -> None:
