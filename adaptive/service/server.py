@@ -22,6 +22,7 @@ from adaptive.opened import OpenedPair
 from adaptive.service import notices
 from adaptive.service.api import Api
 from adaptive.service.app import create_app
+from adaptive.service.crowd import Connection
 from adaptive.service.engine import EngineThread
 from adaptive.service.guard import LOOPBACK
 from adaptive.service.metrics import Metrics
@@ -112,7 +113,7 @@ class _Server(uvicorn.Server):
 def server_config(app: ASGIApp, **options: Any) -> uvicorn.Config:
     """uvicorn's configuration for any of our servers. Forwarded headers are ignored: every program of this machine
     could use them to pass for the client of another connection (``peers.py``)."""
-    options = {"http": "h11", **options}
+    options = {"http": Connection, "ws": "none", **options}
     return uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", proxy_headers=False, **options)
 
 

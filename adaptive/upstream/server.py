@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -134,7 +135,7 @@ class Door:
     """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self._guarded = Guard(app, key, max_body=2**62)
+        self._guarded = Guard(app, key, max_body=2**62, patience=math.inf)
         self._app, self._key = app, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
