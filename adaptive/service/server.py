@@ -62,7 +62,10 @@ def serve(
             config = server_config(create_app(api), timeout_graceful_shutdown=int(GRACE_S) + 2)
             server = _Server(config, engine)
             api.leaving = lambda: server.should_exit
-            _run(server, engine, listening)
+            try:
+                _run(server, engine, listening)
+            finally:
+                api.trials.close()
     if engine.failure is not None:
         raise engine.failure
 
