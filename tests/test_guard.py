@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import socket
+import subprocess
 from collections.abc import AsyncIterator
 
 import httpx
@@ -14,7 +17,9 @@ from served_here import on_a_thread
 
 from adaptive.service import crowd
 from adaptive.service.guard import Guard
+from adaptive.service.peers import TABLES
 from adaptive.upstream.parsing import Parsing
+from adaptive.upstream.server import Door
 
 app = FastAPI()
 
@@ -93,3 +98,17 @@ def test_what_a_page_of_another_site_loads_without_an_origin_is_refused(sent: di
     with on_a_thread(Guard(app, None, 100)) as url:
         assert httpx.get(f"{url}/said", headers=sent, timeout=10).status_code == status
         assert httpx.get(f"{url}/said", headers={**sent, "Host": "evil.example"}, timeout=10).status_code == 403
+
+
+@pytest.mark.skipif(not TABLES[0].exists() or os.getuid() != 0, reason="only Linux tells users apart, and root is each")
+@pytest.mark.skipif(shutil.which("curl") is None, reason="another user's program is curl")
+def test_by_the_proxy_another_user_of_this_machine_neither_sees_answers_nor_chooses_an_adapter() -> None:
+    def status(url: str, user: int) -> str:
+        json = ["-X", "POST", "-H", "Content-Type: application/json"]
+        command = ["curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", *json, url]
+        return subprocess.run(command, user=user, cwd="/", capture_output=True, text=True, check=True).stdout
+
+    with on_a_thread(Door(app, None), http=Parsing) as url:
+        for path in ("answers/1", "sessions/me", "adapters/rollback", "adapters/0001/promote"):
+            passed = "404"  # by the server behind the door, which has no such path
+            assert (status(f"{url}/adaptive/{path}", 0), status(f"{url}/adaptive/{path}", 65534)) == (passed, "403")
