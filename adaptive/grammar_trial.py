@@ -1,7 +1,7 @@
 """The process in which a server compiles grammars before it does so itself (``adaptive.service.trials``).
 
-In: lines on standard input, each a grammar in llguidance's notation as a text of JSON. Out: a line for each that was
-compiled, or has an error.
+In: lines of JSON on standard input, each the seconds that a grammar may take and the grammar in llguidance's notation.
+Out: a line for each that was compiled, or has an error. One that takes longer ends the process, also after its server.
 """
 
 from __future__ import annotations
@@ -38,8 +38,17 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     tokens = LLTokenizer(TokenizerWrapper(Bytes()))
     for line in sys.stdin:
-        LLMatcher(tokens, json.loads(line), log_level=0).compute_bitmask()
+        seconds, grammar = json.loads(line)
+        _end_after(seconds)
+        LLMatcher(tokens, grammar, log_level=0).compute_bitmask()
+        _end_after(0)
         print("tried", flush=True)
+
+
+def _end_after(seconds: float) -> None:
+    """End the process after so many seconds, by a signal that no handler waits for; 0: not."""
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 if __name__ == "__main__":

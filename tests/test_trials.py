@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
+from adaptive import isolated
 from adaptive.grammar import Grammar, GrammarError, json_schema
 from adaptive.service.threads import Few
 from adaptive.service.trials import Trials
 
-# Each takes minutes, or hours.
+# The first takes most of a minute, the second hours.
 ENDLESS = {
-    "multiple": {"type": "integer", "multipleOf": 10**9 + 7},
+    "multiple": {"type": "integer", "multipleOf": 2999999},
     "patterns": {"allOf": [{"type": "string", "pattern": f".*{chr(97 + n)}.{{40}}"} for n in range(20)]},
 }
 USABLE = json_schema({"type": "object", "properties": {"a": {"type": "string"}}})
@@ -23,8 +28,10 @@ USABLE = json_schema({"type": "object", "properties": {"a": {"type": "string"}}}
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_grammar_that_takes_too_long_is_refused_and_the_next_is_not(name: str) -> None:
     async def run() -> None:
-        trials = Trials(seconds=3)
+        trials = Trials()
         try:
+            await trials.run(USABLE)
+            trials._seconds = 3
             with pytest.raises(GrammarError, match="the JSON schema cannot be used: compiling it takes too much time"):
                 await trials.run(json_schema(ENDLESS[name]))
             trials._seconds = 60
@@ -53,6 +60,18 @@ def test_a_process_that_was_killed_is_started_again() -> None:
             trials.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no such signal")
+def test_the_process_ends_by_itself_when_its_server_was_killed() -> None:
+    command = isolated.command("adaptive.grammar_trial")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        assert process.stdin is not None
+        print(json.dumps([1, json_schema(ENDLESS["patterns"]).source()]), file=process.stdin, flush=True)
+        try:
+            assert process.wait(60) == -signal.SIGALRM
+        finally:
+            process.kill()
 
 
 def test_long_work_leaves_threads_to_other_requests() -> None:
