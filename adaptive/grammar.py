@@ -107,6 +107,11 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()  # in their initial states, latest used last
         self._lock = threading.Lock()
 
+    def holds(self, grammar: Grammar) -> bool:
+        """Whether a grammar is compiled already."""
+        with self._lock:
+            return grammar in self._compiled
+
     def compile(self, grammar: Grammar) -> None:
         """Compile a grammar in advance. Raises AdaptiveError with the reason if it cannot be used."""
         self.constraint(grammar)

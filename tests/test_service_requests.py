@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -259,6 +260,21 @@ def test_what_cannot_be_kept_to_is_refused_before_anything_is_decoded(
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=said):
         chat(client, **options)
+
+
+@pytest.mark.thorough
+def test_a_schema_that_is_never_compiled_is_refused_while_others_are_answered(
+    server: Server, client: openai.OpenAI
+) -> None:
+    patterns = [{"type": "string", "pattern": f".*{chr(97 + n)}.{{40}}"} for n in range(20)]
+    endless = {"prompt": "x", "json_schema": {"allOf": patterns}}
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(httpx.post, f"{server.url}/v1/completions", json=endless, timeout=60)
+        assert ask(client, max_tokens=2).choices[0].finish_reason == "length"
+        assert not waits.done()
+        refused = waits.result()
+    assert (refused.status_code, "too much time or memory" in refused.text) == (400, True)
+    assert ask(client, max_tokens=8, extra_body={"regex": "yes|no"}).choices[0].text in ("yes", "no")
 
 
 def test_an_empty_session_id_names_no_session(server: Server) -> None:

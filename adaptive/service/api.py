@@ -32,7 +32,9 @@ from adaptive.service.jobs import Answer, Ask, Done, Event, Failed, Job, NotRead
 from adaptive.service.metrics import Metrics
 from adaptive.service.schemas import ChatRequest, Common, CompletionRequest
 from adaptive.service.streams import Served, Writer, chunks, written
+from adaptive.service.threads import Few
 from adaptive.service.trainer import Trainer
+from adaptive.service.trials import Trials
 from adaptive.settings import Settings, model_name
 
 # A context length that no text exceeds, for counting tokens: a counted text may be longer than the model's context.
@@ -54,6 +56,8 @@ class Api:
         # These are used on the event loop.
         self.jobs: weakref.WeakSet[Job] = weakref.WeakSet()  # waiting, running and just ended
         self.items = KeptItems()
+        self.trials = Trials()
+        self.long = Few()
         self.forgotten: list[Held] = []  # the answers deleted so far: a request that repeats one is not recorded
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -110,7 +114,10 @@ class Api:
     ) -> Response:
         pair = self.session().pair
         if grammar is not None:
-            await asyncio.to_thread(self.session().assistant.grammars.compile, grammar)
+            grammars = self.session().assistant.grammars
+            if not grammars.holds(grammar):
+                await self.trials.run(grammar)
+            await self.long.run(grammars.compile, grammar)
         check_prompts(prompts, pair.target.context_length)
         ask = Ask(
             prompts=prompts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -27,6 +28,9 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 # at once all the same, because the request itself is checked too.
 PREFLIGHT_S = 600
 
+# Seconds for a request's body to arrive. Too few: a long chat over a slow network is refused. Too many: connections
+# whose clients send nothing stay open.
+BODY_S = 120.0
 
 JSON = frozenset({b"application/json"})
 
@@ -51,16 +55,18 @@ class Guard:
         origins: Collection[str] = (),
         types: Collection[bytes] = JSON,
         counted: Callable[[int], None] = lambda status: None,
+        patience: float = BODY_S,
     ) -> None:
-        """``types``: allowed Content-Types. Browsers must not let pages send any of them without a preflight.
-        ``counted`` receives the status of every refusal."""
+        """``max_body``: most bytes of a body; ``patience``: seconds for it to arrive. ``types``: allowed Content-Types.
+        Browsers must not let pages send any of them without a preflight. ``counted`` receives the status of every
+        refusal."""
         self.app, self.types, self.counted = app, types, counted
         self.origins = frozenset(origin.encode() for origin in origins)
         self.key = None if key is None else _digest(key.encode())
-        self.max_body = max_body
+        self.max_body, self.patience = max_body, patience
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 400, 401, 403, 413 or 415."""
+        """Pass the request on, or answer 400, 401, 403, 408, 413 or 415."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -77,11 +83,17 @@ class Guard:
             self.counted(refusal[0])
             await refuse(send, scope["path"], *refusal)
             return
-        read = 0
+        read, until = 0, asyncio.get_running_loop().time() + self.patience
+        whole = False
 
         async def limited() -> Message:
-            nonlocal read
-            message = await receive()
+            nonlocal read, whole
+            try:
+                async with asyncio.timeout_at(None if whole else until):
+                    message = await receive()
+            except TimeoutError as error:
+                raise HTTPException(408, f"the request's body has not come within {self.patience:g} s") from error
+            whole = not message.get("more_body", False)
             read += len(message.get("body", b""))
             if read > self.max_body:
                 raise HTTPException(413, self._too_large())
@@ -139,9 +151,13 @@ def host_name(host: bytes) -> str:
 
 
 def of_another_site(headers: dict[bytes, bytes]) -> bool:
-    """Whether a browser says that a page of another machine sends the request."""
+    """Whether a browser says that a page of another machine sends the request. A link that the user has followed counts
+    as the user's own request."""
     origin = headers.get(b"origin")
-    return origin is not None and _origin_name(origin) not in LOOPBACK
+    if origin is not None:
+        return _origin_name(origin) not in LOOPBACK
+    # What a page loads as an image, a script or a frame has no Origin.
+    return headers.get(b"sec-fetch-site") == b"cross-site" and headers.get(b"sec-fetch-dest") != b"document"
 
 
 def _origin_name(origin: bytes) -> str:

@@ -22,6 +22,7 @@ from adaptive.opened import OpenedPair
 from adaptive.service import notices
 from adaptive.service.api import Api
 from adaptive.service.app import create_app
+from adaptive.service.crowd import Connection
 from adaptive.service.engine import EngineThread
 from adaptive.service.guard import LOOPBACK
 from adaptive.service.metrics import Metrics
@@ -61,7 +62,10 @@ def serve(
             config = server_config(create_app(api), timeout_graceful_shutdown=int(GRACE_S) + 2)
             server = _Server(config, engine)
             api.leaving = lambda: server.should_exit
-            _run(server, engine, listening)
+            try:
+                _run(server, engine, listening)
+            finally:
+                api.trials.close()
     if engine.failure is not None:
         raise engine.failure
 
@@ -112,7 +116,7 @@ class _Server(uvicorn.Server):
 def server_config(app: ASGIApp, **options: Any) -> uvicorn.Config:
     """uvicorn's configuration for any of our servers. Forwarded headers are ignored: every program of this machine
     could use them to pass for the client of another connection (``peers.py``)."""
-    options = {"http": "h11", **options}
+    options = {"http": Connection, "ws": "none", **options}
     return uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", proxy_headers=False, **options)
 
 

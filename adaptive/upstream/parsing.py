@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from adaptive.service.crowd import Bounded, Connection
 
 # Most bytes of a request's first line and headers, as in h11.
 MOST_HEAD = 64 << 10
@@ -21,7 +22,7 @@ MOST_HEAD = 64 << 10
 OFFERS = frozenset({b"upgrade", b"http2-settings"})
 
 
-class Parsing(HttpToolsProtocol):
+class Parsing(Bounded, HttpToolsProtocol):
     """Refuses a request with status 400 if its head does not end within some ``MOST_HEAD`` bytes."""
 
     def __init__(self, config: Any, server_state: Any, app_state: Any, _loop: Any = None) -> None:
@@ -87,7 +88,7 @@ class Parsing(HttpToolsProtocol):
         """Have h11 read the connection, beginning with ``data``."""
         self._unset_keepalive_if_required()
         self.connections.discard(self)
-        other = H11Protocol(self.config, self.server_state, self.app_state, self.loop)
+        other = Connection(self.config, self.server_state, self.app_state, self.loop)
         other.connection_made(self.transport)
         self.transport.set_protocol(other)
         other.data_received(data)

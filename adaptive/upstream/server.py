@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -33,9 +34,9 @@ from checkpoints.store import AdapterStore
 
 logger = logging.getLogger("adaptive.upstream")
 
-# Paths at which ``adaptive serve`` shows what was said. Without a key it shows that to its own user's programs only,
-# and takes the proxy for one of them.
-PRIVATE = ("/adaptive/answers", "/adaptive/sessions", "/adaptive/history")
+# Paths at which ``adaptive serve`` shows what was said, or an adapter is chosen. Without a key these are for its own
+# user's programs only, and it takes the proxy for one of them.
+PRIVATE = ("/adaptive/answers", "/adaptive/sessions", "/adaptive/history", "/adaptive/adapters/")
 # Options of uvicorn: nothing is added to what the server says.
 AS_IT_IS: dict[str, Any] = {"http": Parsing, "server_header": False, "date_header": False}
 
@@ -134,7 +135,7 @@ class Door:
     """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self._guarded = Guard(app, key, max_body=2**62)
+        self._guarded = Guard(app, key, max_body=2**62, patience=math.inf)
         self._app, self._key = app, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -159,7 +160,7 @@ def _unwelcome(scope: Scope, headers: dict[bytes, bytes]) -> str | None:
         return "another site's page may not ask here; start the proxy with --api-key-file FILE, and send the key"
     peer, here = scope.get("client"), scope.get("server")
     if scope["path"].startswith(PRIVATE) and not (peer and here and same_user(tuple(peer), tuple(here))):
-        return "what was said is shown to programs of the user who runs the server, which this may not be"
+        return "this is for programs of the user who runs the server, which the one that asks may not be"
     return None
 
 

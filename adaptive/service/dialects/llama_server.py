@@ -103,14 +103,14 @@ def add_llama_server(app: FastAPI, api: Api) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         body.refuse_unknown()
-        ids = await asyncio.to_thread(encode_text, api.tokenizer, body.content, UNLIMITED, body.add_special)
+        ids = await api.long.run(encode_text, api.tokenizer, body.content, UNLIMITED, body.add_special)
         return {"tokens": ids}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         body.refuse_unknown()
         check_tokens(body.tokens, api.session().pair.target.vocab_size)
-        return {"content": await asyncio.to_thread(api.tokenizer.decode, body.tokens)}
+        return {"content": await api.long.run(api.tokenizer.decode, body.tokens)}
 
     async def embeddings() -> Response:
         raise AdaptiveError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -251,7 +250,7 @@ def add_messages(app: FastAPI, api: Api) -> None:
 
     @app.post(f"{MESSAGES}/count_tokens", responses=ANTHROPIC_REFUSALS)
     async def count(body: MessagesRequest) -> dict[str, Any]:
-        ids = await asyncio.to_thread(encoded, body.translated(), api.tokenizer, UNLIMITED)
+        ids = await api.long.run(encoded, body.translated(), api.tokenizer, UNLIMITED)
         return {"input_tokens": len(ids)}
 
 
