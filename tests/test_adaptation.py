@@ -37,6 +37,7 @@ def answered(pair: Settings, folder: Path, each: int = 1) -> dict[str, Answers]:
     return {kind: answers_of(kind, pair, folder, folder / "cache", 0.7, each) for kind in ("a", "b")}
 
 
+@pytest.mark.thorough
 def test_answers_are_made_once_and_more_are_added(pair: Settings, tmp_path: Path) -> None:
     once = answered(pair, tmp_path)["a"]
     twice = answered(pair, tmp_path, each=2)["a"]
@@ -47,6 +48,7 @@ def test_answers_are_made_once_and_more_are_added(pair: Settings, tmp_path: Path
     assert all(len(g.supervision.rest) == len(g.output) for made in twice.by_prompt for g in made if g.supervision)
 
 
+@pytest.mark.thorough
 def test_answers_of_another_length_target_or_file_are_not_taken_from_the_cache(pair: Settings, tmp_path: Path) -> None:
     def made(given: Settings) -> list[list[int]]:
         answers = answers_of("a", given, tmp_path, tmp_path / "cache", 0.7, 1)

@@ -401,6 +401,7 @@ def test_a_worker_does_nothing_once_it_is_stopped_and_outlives_a_failure() -> No
     assert not worker.stop()
 
 
+@pytest.mark.thorough
 def test_conversations_go_on_behind_what_was_drafted_ahead(streamed: Pair, adaptive: Command) -> None:
     """At the next turn the caches hold the text and no guessed tokens."""
     once, anew = Assistant(streamed, FixedLength(4), None), Assistant(streamed, FixedLength(4), None)

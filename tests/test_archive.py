@@ -73,6 +73,7 @@ def instructions(log: Log) -> Iterator[list[int]]:
     log._file.set_progress_handler(None, 10)
 
 
+@pytest.mark.thorough
 def test_a_log_that_grows_for_years_delays_neither_the_first_answer_nor_later_ones(tmp_path: Path) -> None:
     """The first one waits for where the newest records begin, every one for what was deleted since the one before."""
     path = tmp_path / "records.db"

@@ -150,6 +150,7 @@ def test_eight_answers_at_once_are_those_of_eight_alone(
     assert sum(len(one) > 1 for one in passes) >= 10
 
 
+@pytest.mark.thorough
 def test_answers_that_are_given_each_others_logits_fail_the_same_test(
     pairs: dict[str, Pair], prompts: list[str]
 ) -> None:
@@ -329,6 +330,7 @@ def test_rounds_know_with_how_many_answers_they_shared_their_pass(pairs: dict[st
     assert not any(r.shared for r in (*long.rounds[:alone], *long.rounds[beside:]))
 
 
+@pytest.mark.thorough
 def test_a_long_prompt_is_not_put_off_for_ever(pairs: dict[str, Pair], prompts: list[str]) -> None:
     """A long prompt is read even if a shorter one joins with every pass. An answer that joins meanwhile drafts."""
     burst = Burst(assistant_of(pairs["float32"], FixedLength(2)), prompts)

@@ -231,6 +231,7 @@ def test_an_engine_that_proposes_token_by_token_makes_its_proposals(tmp_path: Pa
     assert [one.length for one in sequences] == [3, 0]
 
 
+@pytest.mark.thorough
 def test_few_prompts_are_at_least_one_of_each_kind(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,6 +247,7 @@ def test_a_kept_log_is_reported_with_its_own_counts(
         assert capsys.readouterr().out.startswith("3 answers, 6 rounds, ")
 
 
+@pytest.mark.thorough
 def test_formats_are_measured_without_the_users_own_state(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constrained, "FORMATS", {name: constrained.FORMATS[name] for name in ("without", "any object")})
     call(monkeypatch, constrained.main, *("--prompts", "1", "--tokens", "8", "--rounds", "1", "--draft-length", "2"))
@@ -269,6 +271,7 @@ def experience(found: History | None) -> Any:
     return bytes(found.matches.of(RUNNING, 0.7).table)
 
 
+@pytest.mark.thorough
 def test_an_answer_by_a_fixed_length_leaves_the_session_as_it_was(
     own_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ def test_a_pair_that_cannot_fit_is_refused_before_its_weights_are_read(tmp_path:
     assert "--quantize nf4" in found["advice"]
 
 
+@pytest.mark.thorough
 def test_what_fits_is_said_of_a_pair_that_does(adaptive: Command) -> None:
     code, out, _ = adaptive("doctor", "--json", "--device", "cpu")
     found = {one["name"]: one for one in json.loads(out)["findings"]}["memory of cpu"]

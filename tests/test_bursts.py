@@ -137,6 +137,7 @@ def test_text_comes_while_the_answer_is_being_decoded(pair: Pair, monkeypatch: p
     assert len(set(decoded)) > 5
 
 
+@pytest.mark.thorough
 def test_the_controller_knows_of_each_round_between_two_questions_how_sure_the_draft_was(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

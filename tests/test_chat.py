@@ -186,6 +186,7 @@ def test_statistics_stay_out_of_the_answers(opened: OpenedPair, capsys: pytest.C
     assert "tokens drafted a round" not in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_conversation_that_no_longer_fits_forgets_its_oldest_turns_if_that_is_wanted(
     opened: OpenedPair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -381,6 +382,7 @@ def test_a_warning_waits_until_a_line_has_been_typed(tmp_path: Path) -> None:
     terminal.close()
 
 
+@pytest.mark.thorough
 def test_the_chat_says_what_it_does_before_it_imports_torch(tmp_path: Path) -> None:
     """Importing torch takes a second or more. If torch is missing, one line names the command that installs it."""
     without = "import sys; sys.modules['torch'] = None; import cli.main; cli.main.run()"

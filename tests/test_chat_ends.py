@@ -48,6 +48,7 @@ def test_ctrl_c_while_a_long_question_is_read_leaves_the_conversation_as_it_was(
     assert chat.talk.messages == fresh.talk.messages
 
 
+@pytest.mark.thorough
 def test_an_answer_that_was_cut_goes_on_after_a_question_that_was_stopped(opened: OpenedPair) -> None:
     opened.assistant.policy = Interrupting(2)
     cut, _ = played(opened, "What?\r" + "word " * 700 + "\r/more\r")

@@ -68,6 +68,7 @@ with unseen():
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.name != "posix", reason="Windows has no pseudo-terminals")
 def test_what_is_typed_during_an_answer_is_shown_at_the_next_prompt_and_not_before() -> None:
     import termios

@@ -115,6 +115,7 @@ def test_examples_before_a_question_and_other_clients_make_no_common_session(ses
     assert sessions(session) == [1, 1, 1, 1, 1]
 
 
+@pytest.mark.thorough
 def test_text_is_the_targets_own_whatever_was_copied(session: OpenedPair) -> None:
     chats = [(SYSTEM, Message("user", f"Question {n}: what floats?")) for n in range(3)]
     copied = [ask(session, *chat, stop=LONG)[0] for chat in chats]

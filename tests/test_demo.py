@@ -84,6 +84,7 @@ def test_a_pair_without_a_draft_that_runs_here_is_one_clear_line(adaptive: Comma
     assert "the demo needs a draft that runs and is trained here" in err.splitlines()[-1]
 
 
+@pytest.mark.thorough
 def test_a_kept_log_holds_no_answers_to_the_prompts_that_the_next_demo_judges_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +135,7 @@ def test_ctrl_c_ends_the_demo_without_a_traceback_and_leaves_nothing_behind(tmp_
     assert not list(temporary.glob("adaptive-demo-*"))
 
 
+@pytest.mark.thorough
 def test_hidden_states_computed_afterwards_are_those_that_an_answer_left_in_the_cache(tmp_path: Path) -> None:
     """The demo's head therefore learns from the same states that a session on the target alone keeps."""
     settings = Settings(home=tmp_path, dtype="float32", draft="auto", target=str(BUNDLED / "target"), history="off")

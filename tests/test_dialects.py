@@ -289,6 +289,7 @@ def test_who_asks_for_a_summary_of_the_thinking_gets_all_of_it(client: openai.Op
     assert kinds[-4:-1] == ["reasoning_summary_text.done", "reasoning_summary_part.done", "output_item.done"]
 
 
+@pytest.mark.thorough
 def test_items_of_a_response_can_be_referred_to(client: openai.OpenAI, dialects: Server) -> None:
     """As the AI SDK does with the thinking before a call, and with earlier messages."""
     asked: list[Any] = [{"role": "user", "content": "How warm is it?"}]

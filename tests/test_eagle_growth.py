@@ -151,6 +151,7 @@ def test_a_head_starts_as_the_fitted_map_and_learns(target: LlamaForCausalLM, lo
     torch.testing.assert_close(own["lm_head.weight"], target.lm_head.weight, rtol=0, atol=0)  # never trained
 
 
+@pytest.mark.thorough
 def test_a_head_that_is_stopped_before_it_was_judged_is_nothing(
     target: LlamaForCausalLM, log: Path, tmp_path: Path
 ) -> None:
@@ -161,6 +162,7 @@ def test_a_head_that_is_stopped_before_it_was_judged_is_nothing(
         assert not (tmp_path / "head").exists()
 
 
+@pytest.mark.thorough
 def test_a_head_that_is_stopped_later_is_kept_as_it_was_best(
     target: LlamaForCausalLM, log: Path, tmp_path: Path
 ) -> None:
@@ -197,6 +199,7 @@ def test_a_target_without_its_kind_of_norm_or_layers_is_refused(log: Path) -> No
         start_of(other, said, taps_of(4))
 
 
+@pytest.mark.thorough
 def test_a_head_that_cannot_be_written_in_the_end_is_kept(target: LlamaForCausalLM, log: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folder, scratch = tmp_path / "file" / "head", tmp_path / "scratch"

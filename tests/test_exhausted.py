@@ -228,6 +228,7 @@ def test_a_garbled_current_is_mended_though_the_first_look_at_it_failed(session:
     assert f"CURRENT named no adapter; adapter {name} is used" in said[1]
 
 
+@pytest.mark.thorough
 def test_while_memory_is_too_short_for_an_adapter_the_one_in_use_stays(
     session: OpenedPair, said: io.StringIO, tmp_path: Path
 ) -> None:
@@ -351,6 +352,7 @@ def test_without_file_descriptors_the_load_of_other_programs_is_read_later() -> 
     assert watch.look()
 
 
+@pytest.mark.thorough
 def test_an_answer_whose_hidden_states_cannot_be_copied_is_logged_without_them(
     own_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -299,6 +299,7 @@ def kill_while_writing(folder: Path, times: int) -> None:
         assert all(a < b for a, b in itertools.pairwise(there))
 
 
+@pytest.mark.thorough
 @posix
 def test_a_kill_in_the_middle_of_a_write_leaves_whole_files(tmp_path: Path) -> None:
     kill_while_writing(tmp_path, 3)

@@ -102,6 +102,7 @@ def test_distilling_on_a_full_disk_is_one_line(small: Path, taught: Taught) -> N
     assert not list(state.root.rglob(".tmp-*"))
 
 
+@pytest.mark.thorough
 def test_a_merged_draft_that_finds_no_room_is_one_line(small: Path, tmp_path: Path) -> None:
     adapter, identity = save_random_adapter(BUNDLED / "draft", tmp_path / "adapter"), pair_identity(load_settings({}))
     store = AdapterStore(state_in(tmp_path / "home").adapters)
@@ -119,6 +120,7 @@ def test_a_merged_draft_that_finds_no_room_is_one_line(small: Path, tmp_path: Pa
     assert "No space left" in said
 
 
+@pytest.mark.thorough
 def test_everything_can_be_purged_on_a_full_disk(small: Path) -> None:
     state = state_in(small)
     with LogWriter(state.records) as writer:

@@ -129,6 +129,7 @@ def test_raw_text_of_a_line_with_messages_is_refused(
     assert "prompts.jsonl line 2 has messages" in one_line(err)
 
 
+@pytest.mark.thorough
 def test_an_answer_whose_reader_ends_is_in_the_log(pair: tuple[str, str], own_home: Path, tmp_path: Path) -> None:
     command = ["generate", "Hi", "--target", pair[0], "--draft", pair[1], "--draft-length", "2"]
     command += ["--max-new-tokens", "1500", "--seed", "1"]
@@ -186,6 +187,7 @@ def test_tokenizers_that_differ_are_refused_with_the_first_difference(
     assert "token 300 is" in one_line(err)
 
 
+@pytest.mark.thorough
 def test_padded_embedding_tables_of_one_family_pass(adaptive: Command, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -307,6 +309,7 @@ def test_a_line_of_a_file_ends_at_a_line_feed_alone(adaptive: Command, pair: tup
     assert json.loads(out)["prompt"] == "one\u2028line\x85"
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_kept_for_next_time_is_said_and_the_answer_stands(
     adaptive: Command, pair: tuple[str, str], own_home: Path
 ) -> None:
@@ -322,6 +325,7 @@ def test_what_cannot_be_kept_for_next_time_is_said_and_the_answer_stands(
     assert not list(own_home.glob("*/controller.json.*"))
 
 
+@pytest.mark.thorough
 def test_options_that_a_command_would_not_heed_are_none_of_its(adaptive: Command, tmp_path: Path) -> None:
     assert adaptive("demo", "--state-dir", str(tmp_path))[0] == 2
     assert adaptive("bench", "--draft-length", "4")[0] == 2
@@ -368,6 +372,7 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
     assert load_settings({}, tmp_path / "own.toml").seed == 5
 
 
+@pytest.mark.thorough
 def test_a_bar_is_shown_for_answers_that_go_elsewhere(pair: tuple[str, str], prompt_file: Path, tmp_path: Path) -> None:
     command = ["generate", "--target", pair[0], "--draft", pair[1], "--json", "--max-new-tokens", "4"]
     with (tmp_path / "out").open("wb") as out:

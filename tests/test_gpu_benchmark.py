@@ -140,6 +140,7 @@ def test_a_part_that_fails_is_noted_and_the_others_are_run(tmp_path: Path) -> No
     assert ran == ["fails", "works", "fails"], "what failed is tried again, what worked is not"
 
 
+@pytest.mark.thorough
 def test_the_plan_says_what_every_part_takes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -385,6 +385,7 @@ def test_only_what_was_judged_counts() -> None:
     assert bins.accepted[3] == bins.rejected[3] == 0.0
 
 
+@pytest.mark.thorough
 @needs_compiled
 @settings(max_examples=200, deadline=None)
 @given(

@@ -48,6 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         found.stop()
 
 
+@pytest.mark.thorough
 def test_what_is_purged_is_drafted_from_no_more(server: Server) -> None:
     with server.http() as http:
         fresh = [rounds(http, prompt) for prompt in PROMPTS]

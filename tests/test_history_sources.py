@@ -388,6 +388,7 @@ def test_without_a_draft_history_need_not_beat_one() -> None:
     assert policy.lead([0.2, 0.1], 16, 100) == (0, 16)
 
 
+@pytest.mark.thorough
 def test_what_a_target_alone_has_learned_is_there_at_the_next_start(prompts: list[str]) -> None:
     settings = load_settings({"target": str(BUNDLED / "target"), "dtype": "float32", "history": "auto"})
     pair = dataclasses.replace(load_pair(settings), draft=None)

@@ -147,6 +147,7 @@ def test_what_the_kernels_do_not_compute_keeps_transformers_forward() -> None:
     assert cpu_forward(made(dtype=torch.float64)) is None
 
 
+@pytest.mark.thorough
 def test_any_order_of_passes_and_rollbacks_leaves_the_state_of_the_text(engine: TransformersEngine) -> None:
     """Passes of one, some and many tokens, proposals, and short and long rollbacks; all logits are compared with
     transformers' for the whole text."""

@@ -102,6 +102,7 @@ def test_with_64_bits_the_draft_guesses_as_well() -> None:
     assert accepted[1] >= 0.8 * accepted[0] > 0
 
 
+@pytest.mark.thorough
 def test_greedy_output_is_the_targets_own() -> None:
     answers = []
     for quantised, length in (("none", 0), ("int8", 4)):

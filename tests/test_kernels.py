@@ -61,6 +61,7 @@ def test_the_best_library_that_was_built_is_used() -> None:
     assert found.name == usable[0]
 
 
+@pytest.mark.thorough
 def test_it_is_said_where_they_were_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = load_settings({"dtype": "float32", "draft_quantize": "none"})
     said = "pip install" in " ".join(load_pair(settings).warnings)

@@ -52,6 +52,7 @@ def test_the_state_of_models_that_were_renamed_is_named_once(tmp_path: Path, cap
     assert "rename the old one to larger--small-12345678" in warning
 
 
+@pytest.mark.thorough
 def test_a_second_server_says_who_holds_the_pair_also_where_the_note_is_damaged(tmp_path: Path) -> None:
     state = open_state(tmp_path, "pair")
     with only_server(state) as note:

@@ -56,6 +56,7 @@ def unguarded(source: str) -> list[str]:
     return found
 
 
+@pytest.mark.thorough
 def test_no_source_uses_what_only_linux_has_without_asking() -> None:
     assert unguarded("import os\nos.sched_getaffinity(0)\nfrom mmap import MADV_HUGEPAGE\n") != []
     files = [path for part in ("adaptive", "trainers", "cli", "checkpoints") for path in (ROOT / part).rglob("*.py")]

@@ -87,6 +87,7 @@ def answered(number: int, adapter: str | None, round_s: float) -> Generation:
     return generation(number, adapter=adapter, rounds=rounds, tokens=31, seconds=0.1 + 10 * round_s)
 
 
+@pytest.mark.thorough
 def test_a_promotion_is_foreseen_and_checked_and_both_are_kept(
     taught: Taught, caplog: pytest.LogCaptureFixture
 ) -> None:

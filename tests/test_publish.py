@@ -216,6 +216,7 @@ def test_sglang_gets_no_head_and_lm_studio_its_file_by_hand(adaptive: Any, state
     assert (status, "by hand" in errors) == (2, True)
 
 
+@pytest.mark.thorough
 def test_vllm_gets_a_draft_with_as_many_rows_as_its_target(
     adaptive: Any, own_home: Path, adapter: Path, tmp_path: Path
 ) -> None:
@@ -319,6 +320,7 @@ def test_without_a_restart_it_says_what_to_type(adaptive: Any, state: PairState,
     assert os.listdir(tmp_path / "to") == [file.name]
 
 
+@pytest.mark.thorough
 def test_drafts_of_several_pairs_may_be_in_one_folder(
     adaptive: Any, own_home: Path, adapter: Path, tmp_path: Path
 ) -> None:
@@ -343,6 +345,7 @@ def test_what_the_restart_command_says_is_kept_out_of_the_output(capfd: pytest.C
     assert (said.out, said.err) == ("", "restarting\n")
 
 
+@pytest.mark.thorough
 def test_a_long_draft_is_expected_to_bring_what_it_does_by_replay(
     adaptive: Any, own_home: Path, tmp_path: Path
 ) -> None:

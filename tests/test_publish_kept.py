@@ -23,6 +23,7 @@ from checkpoints.store import AdapterStore
 from cli import publish_notes
 
 
+@pytest.mark.thorough
 def test_drafts_that_no_server_uses_any_more_are_deleted(
     adaptive: Any, own_home: Path, adapter: Path, box: Any, tmp_path: Path
 ) -> None:

@@ -180,6 +180,7 @@ def test_many_answers_are_looked_for_in_one_pass(tmp_path: Path) -> None:
         assert log.count(session="a") == 402
 
 
+@pytest.mark.thorough
 def test_the_answers_of_a_long_chat_are_held_without_repeating_what_each_of_them_repeats(tmp_path: Path) -> None:
     """A server holds those that were deleted until its end."""
     chat = tuple(Message(("user", "assistant")[i % 2], f"message {i} {SECRET * 60}") for i in range(240))

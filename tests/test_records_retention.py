@@ -100,6 +100,7 @@ def test_closing_does_not_wait_for_the_deletion_and_the_next_start_continues_it(
         wait_for(path, MANY // 100)
 
 
+@pytest.mark.thorough
 def test_records_grow_too_old_for_a_server_that_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "LOOK_S", 0.1)
     path, moved = tmp_path / "records.db", tmp_path / "moved.db"

@@ -223,6 +223,7 @@ def test_training_keeps_what_the_draft_knows(tmp_path: Path) -> None:
     assert figures[2][1] > 0.7 * figures[0][1]
 
 
+@pytest.mark.thorough
 def test_own_text_does_not_count_in_the_loss_that_is_shown() -> None:
     """And of records alone, the same weights are trained with and without the option."""
     said = [replace(one, id=number) for number, one in enumerate(texts(16, seed=3), 1)]

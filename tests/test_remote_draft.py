@@ -197,6 +197,7 @@ def test_a_server_that_says_nonsense_is_not_listened_to_and_said_once(
         assert ("has gone" in said[0]) == (answer is closes)
 
 
+@pytest.mark.thorough
 def test_a_server_that_is_too_slow_is_waited_for_no_longer_than_a_pass_is_worth(
     server: DraftServer, pair: Pair, prompts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +299,7 @@ def test_a_server_killed_at_ten_moments_leaves_every_answer_what_it_is(
     assert proposals
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_asked_is_one_line(
     server: DraftServer,
     adaptive: Command,
@@ -367,6 +369,7 @@ def drafter_by_doctor(adaptive: Command, *options: str) -> dict[str, str]:
     return next(finding for finding in findings if finding["name"] == "draft")
 
 
+@pytest.mark.thorough
 def test_what_tls_says_is_passed_on_and_an_authority_of_ones_own_is_believed(
     adaptive: Command,
     tmp_path: Path,
@@ -420,6 +423,7 @@ def test_what_is_said_is_logged_where_the_same_draft_here_would_learn_from_it(
     assert status == 0
 
 
+@pytest.mark.thorough
 def test_the_policy_is_that_of_a_draft_whose_costs_are_seen_in_rounds(pair: Pair) -> None:
     policy = length_policy(load_settings({}), trees=trees_pay(pair))
     assert not isinstance(policy, NodesByCost)  # the target is in memory

@@ -79,6 +79,7 @@ def test_a_few_tasks_with_many_steps_are_too_few_prompts_to_judge_by(tmp_path: P
     assert {e.fold for e in sets.recent} == {fold(question) for question in gate(MIN_GENERATIONS)}
 
 
+@pytest.mark.thorough
 def test_the_gate_sees_many_tasks_and_of_each_the_newest_steps(tmp_path: Path) -> None:
     sets = gathered(tmp_path, answers(OTHERS, 1, 40) + answers(gate(MOST_RECENT // MOST_OF_ONE), 40, 40))
     assert set(Counter(e.fold for e in sets.recent).values()) == {MOST_OF_ONE}
@@ -129,6 +130,7 @@ def test_another_split_of_the_same_records_is_another_run() -> None:
     assert before != _digest(rows(1, 2), rows(3, key="b"))
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_stopped_while_it_reads_ends_at_once(tmp_path: Path) -> None:
     said = answers(OTHERS, 5, 40) + answers(gate(20), 5, 40)
     log = write_log(tmp_path / "records.db", said)

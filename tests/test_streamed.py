@@ -199,6 +199,7 @@ def test_what_cannot_be_streamed_is_one_line(options: tuple[str, ...], what: str
     assert what in said
 
 
+@pytest.mark.thorough
 def test_packed_weights_are_listed_and_found_by_doctor(own_home: Path, adaptive: Command) -> None:
     streamed(TARGET, "20MB")
     name = packed_in(own_home).name
@@ -215,6 +216,7 @@ def test_sizes() -> None:
     assert [memory_bytes(said) for said in ("4GB", "1.5 GiB", "800mb")] == [4 * 10**9, 3 * 2**29, 8 * 10**8]
 
 
+@pytest.mark.thorough
 def test_auto_drafts_trees_for_a_streamed_target_and_chains_for_one_in_memory() -> None:
     for memory, kind in ((None, GoodputLength), ("20MB", NodesByCost)):
         settings = load_settings({"memory": memory, "dtype": "float32"})

@@ -42,6 +42,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="the kernels were not 
 RUN = ("generate", "Hi", "--memory", "20MB", "--dtype", "float32", "--max-new-tokens", "2")
 
 
+@pytest.mark.thorough
 def test_a_pass_after_a_read_error_reads_again(own_home: Path) -> None:
     engine = streamed(TARGET, "20MB")
     file = packed_in(own_home) / "weights.bin"
@@ -58,6 +59,7 @@ def test_a_pass_after_a_read_error_reads_again(own_home: Path) -> None:
         assert torch.equal(engine.sequence().extend([3, 4], 1), right)
 
 
+@pytest.mark.thorough
 def test_weights_are_read_at_their_path_if_they_are_the_same_ones(own_home: Path) -> None:
     """As after a disk was connected again: the descriptor is of a file that is no longer there."""
     engine = streamed(TARGET, "20MB")
@@ -77,6 +79,7 @@ def test_weights_are_read_at_their_path_if_they_are_the_same_ones(own_home: Path
     assert torch.equal(engine.sequence().extend([3, 4], 1), right)
 
 
+@pytest.mark.thorough
 def test_a_server_answers_503_while_the_disk_cannot_be_read_and_then_as_before(own_home: Path) -> None:
     given = {"target": str(TARGET), "draft": str(BUNDLED / "draft"), "dtype": "float32", "memory": "20MB"}
     settings = load_settings({**given, "record": False, "draft_length": "0"})

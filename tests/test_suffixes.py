@@ -65,6 +65,7 @@ def test_compiled_index_follows_as_the_plain_one(
     assert found[0] == found[1]
 
 
+@pytest.mark.thorough
 @needs_compiled
 @settings(max_examples=300, deadline=None)
 @given(
@@ -133,6 +134,7 @@ def test_texts_that_go_back_and_on_over_many_segments_are_followed_as_by_the_pla
         assert len(fast) == len(plain) == len(text)
 
 
+@pytest.mark.thorough
 @needs_compiled
 @settings(max_examples=200, deadline=None)
 @given(

@@ -84,6 +84,7 @@ def test_swaps_between_rounds_change_no_token_and_each_adapters_rounds_are_known
     assert [step.token for step in assistant.complete(PROMPT, GREEDY, LONG)] == expected
 
 
+@pytest.mark.thorough
 def test_a_chat_credits_every_round_to_the_adapter_that_drafted_it(
     session: OpenedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +161,7 @@ def test_an_answer_goes_on_with_its_draft_while_an_adapter_is_verified_and_read(
     assert [step.token for step in assistant.complete(PROMPT, GREEDY, LONG)] == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_an_adapter_that_is_rolled_back_while_it_is_read_does_not_come_into_use(
     session: OpenedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -61,6 +61,7 @@ def test_mistrals_tokenizers_split_words_as_their_models_were_trained(
     assert known.convert_ids_to_tokens(known.encode("oW", add_special_tokens=False)) == words
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_may_have_its_chat_template_with_its_processor_alone(tmp_path: Path) -> None:
     source = save(tmp_path, MISTRALS)
     assert not read_tokenizer(source, trust=False).chat_template

@@ -209,6 +209,7 @@ def test_new_answers_too_short_to_judge_by_are_judged_together_with_the_old(
     assert bool(sets.older) == apart
 
 
+@pytest.mark.thorough
 def test_records_with_nothing_to_learn_leave_the_draft_in_use(tmp_path: Path) -> None:
     """A draft that equals the target cannot be improved."""
     draft = target()

@@ -217,6 +217,7 @@ def test_the_first_guess_is_the_choice_of_the_noise(models: tuple[TransformersEn
     assert committed[len(PROMPT)] == int(race(p, 11, len(PROMPT)))
 
 
+@pytest.mark.thorough
 def test_noise_that_is_known_makes_more_guesses_right(models: tuple[TransformersEngine, TransformersEngine]) -> None:  # noqa: F811
     accepted = []
     for seeded in (False, True):

@@ -75,6 +75,7 @@ def test_no_more_than_a_limit_is_held(kind: Kind) -> None:
     assert not passage.collected.choices
 
 
+@pytest.mark.thorough
 def test_other_requests_go_on_while_a_long_answer_is_read() -> None:
     async def turns() -> int:
         passage = passage_of(LLAMA_SERVER)

@@ -282,6 +282,7 @@ def test_a_server_that_breaks_off_breaks_off_for_the_client(stage: Make, at: int
         assert record.output.tolist() == [FIRST + n for n in range(at)]
 
 
+@pytest.mark.thorough
 def test_a_server_may_break_off_at_any_byte(stage: Make) -> None:
     """Complete events are passed on and the record is marked as cancelled; without a complete header comes a 502."""
     whole = STREAM + b"".join(map(chunk, events(3, more=True))) + chunk(b"")

@@ -49,6 +49,7 @@ choices = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.thorough
 @given(
     st.lists(choices, max_size=3),
     st.dictionaries(st.text(max_size=5), values, max_size=3),
