@@ -178,7 +178,7 @@ def test_an_empty_log_says_what_to_do(records: Path, adaptive: Command) -> None:
 def test_without_any_state_history_says_what_to_do(adaptive: Command) -> None:
     status, _, err = adaptive("history")
     assert status == 2
-    assert "adaptive demo" in err
+    assert "adaptive chat" in err
     assert len(err.strip().splitlines()) == 1
 
 
