@@ -36,21 +36,11 @@ hypothesis.settings.load_profile("untimed")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Implement ``thorough(but=...)`` and ``long(only=...)``: which of a test's parameter sets the mark is for. Both
-    take one id or several."""
+    """Implement ``thorough(but="id")``: the parameter set ``id`` of the test stays in the ordinary run."""
     for item in items:
         parameters = getattr(item, "callspec", None)
-        if parameters:
-            item.own_markers = [mark for mark in item.own_markers if _is_for(mark, parameters.id)]
-
-
-def _is_for(mark: pytest.Mark, parameters: str) -> bool:
-    """Whether ``mark`` is for the parameter set with that id."""
-    but, only = (
-        [ids] if isinstance(ids, str) else ids
-        for ids in (mark.kwargs.get("but", []), mark.kwargs.get("only", parameters))
-    )
-    return parameters in only and parameters not in but
+        if parameters and any(mark.kwargs.get("but") == parameters.id for mark in item.iter_markers("thorough")):
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "thorough"]
 
 
 def pytest_collection_finish() -> None:

@@ -83,7 +83,6 @@ def test_streams_have_their_shape_and_never_show_what_is_set_aside(pair: Setting
         stream("zigzag:a", answers, 10, 10, seed=0)
 
 
-@pytest.mark.long
 @pytest.mark.thorough
 def test_it_reports_gain_retention_and_break_even(
     pair: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

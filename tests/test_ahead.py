@@ -304,7 +304,6 @@ def test_an_adviser_is_asked_the_same_of_what_was_drafted_ahead(
         drafter.rollback(len(committed) - 1)
 
 
-@pytest.mark.long(only=["t0.7-top_p-ChainAhead", "t0.7-top_p-TreeAhead"])
 @pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "runs"), [(ChainAhead, 3000), (TreeAhead, 400)], ids=["ChainAhead", "TreeAhead"])
 @pytest.mark.parametrize("params", [PARAMS[1], PARAMS[2]], ids=["t1.3", "t0.7-top_p"])

@@ -324,7 +324,6 @@ def test_a_chat_on_a_terminal(tmp_path_factory: pytest.TempPathFactory) -> None:
     assert terminal.exitstatus == 0
 
 
-@pytest.mark.long(only="1")
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_chat_that_is_ended_from_outside_leaves_the_terminal_as_it_was(

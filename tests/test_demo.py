@@ -109,7 +109,6 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-@pytest.mark.long(only="growing")
 @pytest.mark.thorough
 @pytest.mark.parametrize("at", ["answering", "growing"])
 def test_ctrl_c_ends_the_demo_without_a_traceback_and_leaves_nothing_behind(tmp_path: Path, at: str) -> None:

@@ -263,7 +263,6 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformersEngine, H
     return engine, load_head(source, load_settings({"device": "cpu", "dtype": "float32"}), engine)
 
 
-@pytest.mark.long(only="t1.3")
 @pytest.mark.thorough
 @pytest.mark.parametrize("params", [PARAMS[1], PARAMS[4]], ids=[IDS[1], IDS[4]])
 def test_over_a_reduced_vocabulary_the_whole_loop_samples_from_the_target(

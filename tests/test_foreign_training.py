@@ -105,7 +105,6 @@ def test_what_is_trained_is_what_drafts_with_the_adapter_too(name: str, tmp_path
     assert not torch.allclose(plain[0], plain[1], atol=0.01), "the adapter does nothing: this would test one half"
 
 
-@pytest.mark.long(only="glm4_moe")
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "spoiled", "where"),

@@ -36,7 +36,6 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(TINY, CPU, Workshop(TINY, CPU), Budget(0.5), tmp_path)
 
 
-@pytest.mark.long
 @pytest.mark.thorough
 def test_every_part_runs_tiny_on_the_cpu_and_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

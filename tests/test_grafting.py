@@ -148,7 +148,6 @@ def counted(
     return counts, rounds
 
 
-@pytest.mark.long(only=["t1.3-front", "penalties-front", "top_p-behind"])
 @pytest.mark.thorough
 @pytest.mark.parametrize("front", [True, False], ids=["front", "behind"])
 @pytest.mark.parametrize("params", [PARAMS[1], PARAMS[2], PARAMS[4]], ids=["t1.3", "top_p", "penalties"])
@@ -181,7 +180,6 @@ def of_one_drafter(front: Proposal, back: Proposal) -> Proposal:
     return right._replace(probs=row.expand(len(as_list(right.tokens)), -1))
 
 
-@pytest.mark.long(only="front")
 @pytest.mark.thorough
 @pytest.mark.parametrize("front", [True, False], ids=["front", "behind"])
 def test_verifying_historys_tokens_by_the_models_distribution_fails(

@@ -58,9 +58,6 @@ def alone(pair: Pair, prompts: list[str], most: int = TOKENS) -> list[list[int]]
     return said(plain, prompts, most=most)
 
 
-@pytest.mark.long(
-    only=["bundled-random-transformers-5", "bundled-last-layer-transformers-5", "bundled-last-layer-kernels-5"]
-)
 @pytest.mark.thorough
 @pytest.mark.parametrize("some", [pytest.param(1, marks=pytest.mark.long, id="twenty-prompts"), 5])
 @pytest.mark.parametrize("ours", [True, False], ids=["kernels", "transformers"])
@@ -195,7 +192,6 @@ def models() -> tuple[TransformersEngine, HeadEngine]:
     return target, HeadEngine(randomised(Head.from_target(model)), target)
 
 
-@pytest.mark.long(only=["top_k-min_p-penalties-by-token", "t1.3-by-token", "t0.7-one-call"])
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", ["one-call", "by-token"])
 @pytest.mark.parametrize("params", PARAMS, ids=IDS)
@@ -217,7 +213,6 @@ def test_over_all_seeds_the_whole_loop_samples_from_the_target(
     assert p_value(counts, exact_distribution(models[0], params)) > 0.001
 
 
-@pytest.mark.long(only="transformers")
 @pytest.mark.thorough
 @pytest.mark.parametrize("ours", [True, False], ids=["kernels", "transformers"])
 def test_a_seed_means_the_same_text_whatever_drafts(

@@ -83,7 +83,6 @@ def both_ways(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(HeadSequence, "fused", None)
 
 
-@pytest.mark.long(only=["t1.3-by-token", "t0.7-top_p-by-token", "t0.7-by-token", "t0.7-one-call"])
 @pytest.mark.thorough(but="t1.3-one-call")
 @pytest.mark.parametrize("way", ["one-call", "by-token"])
 @pytest.mark.parametrize("params", PARAMS, ids=IDS)

@@ -113,7 +113,6 @@ def alone(pair: Pair, prompts: list[str]) -> list[list[int]]:
     return [[step.token for step in plain.chat([Message("user", prompt)], GREEDY, stop)] for prompt in prompts]
 
 
-@pytest.mark.long(only=["1", "16"])
 @pytest.mark.thorough
 @pytest.mark.xdist_group("history-greedy")
 @pytest.mark.parametrize("length", [1, 4, 16])

@@ -346,7 +346,6 @@ def test_what_is_hardly_accepted_is_left_alone() -> None:
     assert led(who) == 0
 
 
-@pytest.mark.long(only="target-alone-torch's")
 @pytest.mark.thorough(but="pair-ours")
 @pytest.mark.parametrize("linear_layers", ["ours", "torch's"], indirect=True)
 @pytest.mark.parametrize("draft", [True, False], ids=["pair", "target-alone"])

@@ -60,7 +60,6 @@ def test_a_hybrid_samples_from_the_target(models: Models, params: Any) -> None:
     assert p_value(run_loop(models, params, length=2, runs=RUNS), exact_distribution(models[0], params)) > 0.001
 
 
-@pytest.mark.long
 @pytest.mark.thorough
 def test_a_hybrid_by_transformers_forward_samples_from_the_target() -> None:
     models = made(ours=False)

@@ -124,7 +124,6 @@ def test_a_skip_that_leaves_nothing_is_refused(models: tuple[str, ...], file: Pa
     assert (code, "--prompts" in err) == (2, True)
 
 
-@pytest.mark.long(only="9")
 @posix
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -65,9 +65,6 @@ def tokens(pair: Pair) -> int:
     return TOKENS if _folders(pair)[0] == BUNDLED / "target" else RANDOM_TOKENS
 
 
-@pytest.mark.long(
-    only=["bundled-4-plain-draft", "gpt_neox-1-plain-draft", "gpt_neox-4-plain-draft", "gpt_neox-9-with-adapter"]
-)
 @pytest.mark.thorough(but="qwen2-4-plain-draft")
 @pytest.mark.parametrize(
     ("length", "adapter"),

@@ -203,7 +203,6 @@ def test_one_process_that_is_stopped_while_it_reads_stops_all(tmp_path: Path, sp
     assert ran([*TWO[:-2], *arguments]) == {"stopped": True, "steps": 0}
 
 
-@pytest.mark.long
 @pytest.mark.thorough
 def test_three_logs_of_a_team_give_the_same_adapter_in_two_processes_as_in_one(tmp_path: Path, own_home: Path) -> None:
     pair, state = saved_pair(tmp_path, own_home)

@@ -103,7 +103,6 @@ def test_a_run_that_is_stopped_before_anything_was_judged_goes_on_where_it_stood
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.long(only="1")
 @pytest.mark.thorough
 @pytest.mark.parametrize("passes", [1, 3])
 def test_a_run_of_many_short_sessions_ends_as_one_that_is_never_stopped(

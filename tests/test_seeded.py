@@ -28,7 +28,6 @@ assert models  # a fixture
 CPU = torch.device("cpu")
 
 
-@pytest.mark.long(only=["t1.3-tensors", "t0.7-top_p-tensors", "t0.7-top_p-fused"])
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", ["fused", "tensors"])
 @pytest.mark.parametrize("params", [PARAMS[1], PARAMS[2], PARAMS[4]], ids=[IDS[1], IDS[2], IDS[4]])

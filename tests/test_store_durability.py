@@ -217,7 +217,6 @@ def without_files_at_read(root: Path, number: int, once: bool, work: Callable[[A
     return status == 0
 
 
-@pytest.mark.long(only=["from-it-on-prune", "from-it-on-rollback", "from-it-on-usable-garbled", "once-promote"])
 @pytest.mark.thorough(but="once-usable")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize(

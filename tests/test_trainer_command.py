@@ -146,7 +146,6 @@ def test_how_much_of_the_log_is_learned_from_can_be_said(pair: list[str], own_ho
     assert "records is 0" in refusal(distill(pair, "--records", "0"))
 
 
-@pytest.mark.long
 @pytest.mark.thorough
 def test_all_that_was_asked_for_is_learned_from(pair: list[str], tmp_path: Path, own_home: Path) -> None:
     lines = [json.dumps({"prompt": f"w{i % 40} w{i // 40}"}) for i in range(2050)]

@@ -219,7 +219,6 @@ time.sleep(600)
         time.sleep(0.05)
 
 
-@pytest.mark.long(only="log")
 @pytest.mark.thorough
 @pytest.mark.parametrize("fails", ["rollback", "log"])
 def test_a_paused_worker_goes_on_and_ends_whatever_else_fails(taught: Taught, fails: str) -> None:
