@@ -7,8 +7,10 @@ Out: a line for each that was compiled, or has an error. One that takes longer e
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import sys
+from contextlib import suppress
 
 # Bytes of memory for the process. The largest schemas that can be used take a tenth.
 MEMORY = 2 << 30
@@ -32,23 +34,22 @@ def main() -> None:
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the server, which then ends this process
-    if sys.platform != "win32":
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    limit_memory()
     tokens = LLTokenizer(TokenizerWrapper(Bytes()))
     for line in sys.stdin:
         seconds, grammar = json.loads(line)
-        _end_after(seconds)
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # ends the process by a signal that no handler waits for
         LLMatcher(tokens, grammar, log_level=0).compute_bitmask()
-        _end_after(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         print("tried", flush=True)
 
 
-def _end_after(seconds: float) -> None:
-    """End the process after so many seconds, by a signal that no handler waits for; 0: not."""
-    if sys.platform != "win32":
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+def limit_memory() -> None:
+    """Allow this process MEMORY, or less if that is all that it may have. Nothing where the system takes no such limit,
+    as macOS may not."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY if most == resource.RLIM_INFINITY else min(MEMORY, most), most))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,6 @@ def test_a_process_that_was_killed_is_started_again() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="there is no such signal")
 def test_the_process_ends_by_itself_when_its_server_was_killed() -> None:
     command = isolated.command("adaptive.grammar_trial")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
@@ -72,6 +71,15 @@ def test_the_process_ends_by_itself_when_its_server_was_killed() -> None:
             assert process.wait(60) == -signal.SIGALRM
         finally:
             process.kill()
+
+
+def test_where_less_memory_is_allowed_grammars_are_tried_with_that() -> None:
+    script = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)); "
+        "from adaptive.grammar_trial import limit_memory; limit_memory(); print(resource.getrlimit(resource.RLIMIT_AS))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str((1 << 30, 1 << 30))
 
 
 def test_long_work_leaves_threads_to_other_requests() -> None:

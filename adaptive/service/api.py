@@ -113,11 +113,10 @@ class Api:
         marks: Mapping[int, str] | None = None,
     ) -> Response:
         pair = self.session().pair
-        if grammar is not None:
-            grammars = self.session().assistant.grammars
-            if not grammars.holds(grammar):
-                await self.trials.run(grammar)
-            await self.long.run(grammars.compile, grammar)
+        grammars = self.session().assistant.grammars
+        if grammar is not None and not grammars.holds(grammar):
+            await self.trials.run(grammar)
+            await asyncio.to_thread(grammars.compile, grammar)
         check_prompts(prompts, pair.target.context_length)
         ask = Ask(
             prompts=prompts,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
+import resource
 from functools import cache
 from typing import Any
 
@@ -21,10 +21,6 @@ MOST = 512
 
 def most_connections() -> int:
     """The most connections at a time: MOST, or half of the process's file descriptors if these are fewer."""
-    if sys.platform == "win32":
-        return MOST
-    import resource
-
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return MOST if allowed == resource.RLIM_INFINITY else min(MOST, allowed // 2)
 
