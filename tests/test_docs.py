@@ -24,7 +24,7 @@ from adaptive.records.saved import Saved
 from adaptive.records.stats import PositionAcceptance, SpeculativeStats
 from adaptive.records.writer import WriterState
 from adaptive.service.storage import Storage
-from adaptive.service.trainer import TrainerStatus
+from adaptive.service.trainer_status import TrainerStatus
 from adaptive.settings import Settings
 from adaptive.state import PairState
 from adaptive.upstream.lengths import Advice

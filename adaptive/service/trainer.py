@@ -14,8 +14,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal
 
 from adaptive.control.costs import CostTable
 from adaptive.control.memory import last_costs
@@ -34,6 +32,7 @@ from adaptive.remote import untrained
 from adaptive.service.doubts import Doubts
 from adaptive.service.gains import Gains, why_not
 from adaptive.service.presence import Presence
+from adaptive.service.trainer_status import Activity, TrainerStatus
 from adaptive.service.watch import Watch
 from adaptive.settings import Settings, training_window
 from adaptive.state import PairState
@@ -49,25 +48,6 @@ LOOK_S = 0.5
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 30.0, 3600.0
 # Seconds that a worker may take to stop: one pass of a large draft, and writing a candidate.
 STOP_S = 5.0
-
-Activity = Literal["off", "waiting", "training", "paused", "backing off"]
-
-
-@dataclass(frozen=True)
-class TrainerStatus:
-    """The trainer's activity and its reason in words; the progress of the run; how the last run ended; and the
-    judgement of the adapter in use by live acceptance, in words (``watch``)."""
-
-    activity: Activity
-    reason: str
-    policy: str
-    new_generations: int
-    share: float | None
-    acceptance: float | None
-    last_run: str | None
-    runs: int
-    crashes: int
-    watch: str
 
 
 class Trainer:
