@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy.stats import chisquare
 from test_trainer import BASE, SHORT, small_draft, speak, target, write_log
 from test_trainer_command import TEMPLATE, tokenizer
 
@@ -18,7 +19,7 @@ from trainers import lora
 from trainers.dataset import Example, Stopped
 from trainers.fit import Progress, fit
 from trainers.recipe import Recipe
-from trainers.rehearsal import ANSWER, MARK, QUESTION, SHORTEST, TEXTS, Frame, Rehearsal, rehearsal_of, sample
+from trainers.rehearsal import ANSWER, MARK, QUESTION, SHORTEST, TEXTS, Frame, Rehearsal, draw, rehearsal_of, sample
 from trainers.replay import acceptance_rate, replay
 from trainers.run import distill
 
@@ -115,6 +116,16 @@ def test_without_a_chat_format_all_of_a_text_is_the_answer() -> None:
     made = sample(small_draft(), Frame((1,), (), frozenset({1})), never)
     assert all(one.prompt.tolist() == [1] for one in made)
     assert max(len(one.output) for one in made) > SHORTEST
+
+
+def test_tokens_are_drawn_by_their_probabilities() -> None:
+    laws = torch.tensor([[0.1, 0.0, 0.3, 0.6, 0.0], [0.0, 0.0, 1.0, 0.0, 0.0]])
+    random, rows = torch.Generator().manual_seed(0), 50_000
+    drawn = draw(laws.log().repeat(rows, 1), random).view(rows, 2)
+    counts = torch.bincount(drawn[:, 0], minlength=5)
+    assert counts[[1, 4]].tolist() == [0, 0]
+    assert chisquare(counts[[0, 2, 3]].numpy(), [0.1 * rows, 0.3 * rows, 0.6 * rows]).pvalue > 0.001
+    assert drawn[:, 1].unique().tolist() == [2]
 
 
 @pytest.mark.thorough

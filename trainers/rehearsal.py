@@ -141,12 +141,21 @@ def _sample(
         past = getattr(passed, "past_key_values", None)
         if past is None:
             return []
-        drawn = torch.multinomial(passed.logits[:, -1].float().softmax(-1), 1, generator=random)
-        following = [chat.take(token) for chat, token in zip(chats, drawn[:, 0].tolist(), strict=True)]
+        drawn = draw(passed.logits[:, -1].float(), random).tolist()
+        following = [chat.take(token) for chat, token in zip(chats, drawn, strict=True)]
         if all(chat.over for chat in chats):
             break
         tokens = torch.tensor(following, device=random.device)[:, None]
     return chats
+
+
+def draw(logits: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """A token of each row's distribution, (rows,), from logits (rows, vocabulary): where the sum of the probabilities
+    passes a random number. ``torch.multinomial`` draws a number for each token of the vocabulary instead, a quarter
+    of the work of sampling."""
+    sums = logits.softmax(-1).cumsum(-1)
+    passed = torch.rand(len(sums), 1, generator=random, device=sums.device) * sums[:, -1:]
+    return torch.searchsorted(sums, passed, right=True)[:, 0].clamp(max=sums.shape[1] - 1)
 
 
 class _Chat:
