@@ -92,6 +92,11 @@ def default_state_dir() -> Path:
     return Path(platformdirs.user_data_dir("adaptive"))
 
 
+def packed_root(state_dir: Path) -> Path:
+    """The folder of all weights that ``--memory`` has packed (``adaptive.engines.streamed.packed``)."""
+    return state_dir / "packed"
+
+
 def open_state(state_dir: Path, pair_id: str) -> PairState:
     """Create (0700) or open the folder of ``pair_id``, remove unfinished files of killed processes, and restrict new
     files to the user. If it is new, and these models were used by other names before, a warning says so.

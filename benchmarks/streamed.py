@@ -36,9 +36,10 @@ from adaptive.control.policy import FixedLength, LengthPolicy
 from adaptive.decoding.loop import Decoding
 from adaptive.drafting.ahead import AheadDrafter
 from adaptive.engines.streamed.engine import PIECE, READERS
-from adaptive.engines.streamed.packed import PackedFile, packed_root
+from adaptive.engines.streamed.packed import PackedFile
 from adaptive.pair import Pair, load_pair
 from adaptive.settings import Settings, load_settings
+from adaptive.state import packed_root
 from adaptive.types import Message, Round, SamplingParams, StopParams
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)

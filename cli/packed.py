@@ -60,7 +60,7 @@ def delete(
 
     Example: adaptive packed delete --all
     """
-    from adaptive.engines.streamed.packed import packed_root
+    from adaptive.state import packed_root
     from checkpoints.files import remove, sweep
 
     if everything == (name is not None):
@@ -88,7 +88,7 @@ def _is_unfinished(folder: Path) -> bool:
 
 
 def _folders(settings: Settings) -> list[Path]:
-    from adaptive.engines.streamed.packed import packed_root
+    from adaptive.state import packed_root
 
     root = packed_root(settings.state_dir)
     return sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []

@@ -33,6 +33,7 @@ from adaptive.engines.identity import weights_hash
 from adaptive.engines.streamed.checkpoint import Checkpoint, linear_names
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.machine import give_memory_back
+from adaptive.state import packed_root
 from checkpoints import files
 
 # The version of the format, to be increased when the contents or their layout change.
@@ -60,11 +61,6 @@ class Section:
     bytes: int = 0
     sha256: str = ""
     linears: dict[str, Stored] = field(default_factory=dict)
-
-
-def packed_root(state_dir: Path) -> Path:
-    """The folder of all packed weights."""
-    return state_dir / "packed"
 
 
 def packed_folder(state_dir: Path, checkpoint: Path, weights: str) -> Path:
