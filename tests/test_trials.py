@@ -11,9 +11,12 @@ import threading
 import time
 
 import pytest
+from shortages import short_of_files
+from starlette.exceptions import HTTPException
 
 from adaptive import isolated
 from adaptive.grammar import Grammar, GrammarError, json_schema
+from adaptive.service.errors import RETRY_AFTER
 from adaptive.service.threads import Few
 from adaptive.service.trials import Trials
 
@@ -56,6 +59,25 @@ def test_a_process_that_was_killed_is_started_again() -> None:
             first.wait()
             await trials.run(USABLE)
             assert trials._process is not first
+        finally:
+            trials.close()
+
+    asyncio.run(run())
+
+
+def test_where_no_process_can_be_started_the_request_may_come_again() -> None:
+    async def run() -> None:
+        trials = Trials()
+        try:
+            await asyncio.to_thread(lambda: None)  # a thread for what follows
+            with (
+                short_of_files(0),
+                pytest.raises(HTTPException, match="Too many open files") as refused,
+            ):
+                await trials.run(USABLE)
+            assert refused.value.status_code == 503
+            assert refused.value.headers == RETRY_AFTER
+            await trials.run(USABLE)
         finally:
             trials.close()
 

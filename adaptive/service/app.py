@@ -177,7 +177,7 @@ def _errors(app: FastAPI, api: Api) -> None:
     async def plain(request: Request, error: HTTPException) -> Response:
         path, lost = request.url.path, error.status_code in (404, 405)
         said = f"{request.method} {path}: {error.detail}{advice(path)}" if lost else str(error.detail)
-        return refuse(request, error.status_code, said)
+        return refuse(request, error.status_code, said, None, error.headers)
 
     def refuse(request: Request, status: int, message: str, *place: Any, **more: Any) -> JSONResponse:
         """Count a refusal and answer with it; ``place`` and ``more`` are further parameters of ``error_response``."""

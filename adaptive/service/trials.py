@@ -12,8 +12,12 @@ import json
 import subprocess
 import threading
 
+from starlette.exceptions import HTTPException
+
 from adaptive import isolated
+from adaptive.errors import first_line
 from adaptive.grammar import Grammar, GrammarError
+from adaptive.service.errors import RETRY_AFTER
 
 # Seconds for one grammar. Too few: a large schema is refused on a busy machine. Too many: other new grammars wait.
 SECONDS = 20.0
@@ -30,7 +34,8 @@ class Trials:
 
     async def run(self, grammar: Grammar) -> None:
         """Return when the grammar is compiled, or has an error, which whoever compiles it for use will find too. Raises
-        GrammarError if that takes too much time or memory, or if it cannot be parsed."""
+        GrammarError if that takes too much time or memory, or if it cannot be parsed, and HTTPException if no process
+        can be started now."""
         async with self._lock:
             if not await asyncio.to_thread(self._tried, json.dumps([self._seconds, grammar.source()])):
                 raise GrammarError(f"the {grammar.name} cannot be used: compiling it takes too much time or memory")
@@ -43,7 +48,11 @@ class Trials:
             process.communicate()
 
     def _tried(self, line: str) -> bool:
-        process = self._started()
+        try:
+            process = self._started()
+        except OSError as error:  # no file descriptors, processes or memory
+            said = f"no process can be started to try the grammar ({first_line(error)}); send the request again later"
+            raise HTTPException(503, said, RETRY_AFTER) from error
         timer = threading.Timer(self._seconds, process.kill)
         timer.daemon = True
         timer.start()
