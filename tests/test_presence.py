@@ -10,6 +10,9 @@ import pytest
 from test_worker import Taught, let_it_look, taught, training, until, worker_of
 
 from adaptive.service.presence import Presence
+from adaptive.service.trainer import LOOK_S, QUIET_S, SELDOM_S, Trainer
+from adaptive.settings import Settings
+from adaptive.state import open_state
 
 __all__ = ["taught"]  # a fixture
 
@@ -46,3 +49,24 @@ def test_who_was_answered_here_is_no_other_process(tmp_path: Path) -> None:
         os.utime(tmp_path / "in-use", (at, at))
         assert not beside.others(60)
     Presence(tmp_path / "missing" / "in-use").tell()
+
+
+def test_a_trainer_that_nobody_has_work_for_seldom_looks(tmp_path: Path) -> None:
+    """At the log and the clock, which would take up to a hundredth of a processor day and night."""
+    trainer = Trainer(Settings(distill_idle_seconds=0.2), open_state(tmp_path, "pair"), 1)
+
+    def nothing_happens() -> None:
+        trainer._quiet_since -= QUIET_S
+        trainer._happened -= QUIET_S
+
+    assert trainer._until_next_look() == LOOK_S
+    nothing_happens()
+    assert trainer._until_next_look() == SELDOM_S
+    trainer.busy()
+    assert trainer._until_next_look() == LOOK_S
+    trainer.idle()
+    assert trainer._until_next_look() == LOOK_S
+    nothing_happens()
+    assert trainer._until_next_look() == SELDOM_S
+    Presence(trainer.state.in_use).tell()  # by another process
+    assert trainer._until_next_look() == LOOK_S

@@ -42,8 +42,9 @@ from checkpoints.store import AdapterStore
 
 logger = logging.getLogger("adaptive.trainer")
 
-# Seconds between two checks of the log and the clock. Nothing here is urgent: ``busy`` acts at once.
-LOOK_S = 0.5
+# Seconds between two checks of the log and the clock. Nothing is urgent: ``busy`` acts at once. Once nobody has been
+# answered and no run was there for QUIET_S, checks are SELDOM_S apart: a server that nobody uses should cost nothing.
+LOOK_S, SELDOM_S, QUIET_S = 0.5, 5.0, 60.0
 # Seconds after a run that failed before the next one; doubled with each consecutive failure, up to the second number.
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 30.0, 3600.0
 # Seconds that a worker may take to stop: one pass of a large draft, and writing a candidate.
@@ -73,7 +74,7 @@ class Trainer:
         self._busy = True  # until the models are loaded
         self._answers = False  # somebody is answered here
         self._presence = Presence(state.in_use)
-        self._quiet_since = time.monotonic()
+        self._quiet_since = self._happened = time.monotonic()
         self._last_run: str | None = None
         self._doubts = Doubts(self.store, state.doubts, self._warn)
         self._remembered = False
@@ -144,9 +145,16 @@ class Trainer:
     def _run(self) -> None:
         with Log(self.state.records) as log:
             self._tried(lambda: self._remember(log))
-            while not self._closing.wait(LOOK_S):
+            while not self._closing.wait(self._until_next_look()):
                 self._look(log)
         self._end_worker()
+
+    def _until_next_look(self) -> float:
+        """Seconds from one look to the next."""
+        now = time.monotonic()
+        if self._process is not None or self._answers or self._others_answer():
+            self._happened = now
+        return LOOK_S if now - max(self._happened, self._quiet_since) < QUIET_S else SELDOM_S
 
     def _tried(self, step: Callable[[], None]) -> None:
         """Carry out one step of a look. An error of any kind is reported, and affects neither answers nor the other
