@@ -19,7 +19,7 @@ from adaptive.answering import Answering, Question
 from adaptive.caches import Conversation, Conversations
 from adaptive.control.goodput import GoodputLength
 from adaptive.control.memory import Memory
-from adaptive.control.nodes import NodesByCost
+from adaptive.control.nodes import LengthByCost, NodesByCost
 from adaptive.control.policy import FixedLength, LengthPolicy, Scope
 from adaptive.decoding.loop import Decoding, Request, Step
 from adaptive.decoding.text import TextStream
@@ -52,18 +52,19 @@ def length_policy(
     memory: Memory | None = None,
     attentive: bool = True,
     clock: Callable[[], float] = time.perf_counter,
+    disk: bool = False,
     trees: bool = False,
 ) -> LengthPolicy:
-    """The policy that ``--draft-length`` names. ``auto`` starts from ``memory``, if there is one; with ``trees`` it
-    chooses their number of nodes.
+    """The policy that ``--draft-length`` names. ``auto`` starts from ``memory``, if there is one. For a target on
+    ``disk`` it learns from rounds alone, and chooses a number of nodes if the draft makes ``trees``.
 
     ``attentive`` and ``clock`` as in ``GoodputLength``. Raises AdaptiveError as ``fixed_draft_length``.
     """
     fixed = fixed_draft_length(settings.draft_length)
     if fixed is not None:
         return FixedLength(*fixed)
-    if trees:
-        return NodesByCost()
+    if disk:
+        return NodesByCost() if trees else LengthByCost()
     if memory is not None:
         return memory.policy(attentive, settings.history != "off", clock)
     return GoodputLength(attentive=attentive, clock=clock)

@@ -80,12 +80,17 @@ def where_it_runs(pair: Pair) -> str:
     return " ".join(named + ([] if pair.remote is None else [f"draft at {pair.remote.url}"]))
 
 
-def trees_pay(pair: Pair) -> bool:
-    """Whether a pass of the target takes as long as reading its weights (from disk), so that verifying trees is
-    free."""
+def drafts_for_disk(pair: Pair) -> bool:
+    """Whether something drafts for a target whose passes take as long as reading its weights from disk, so that
+    verifying more tokens is free."""
+    drafted = pair.draft is not None or pair.remote is not None
+    return drafted and forward_of(pair.target) is Forward.STREAMED
+
+
+def makes_trees(pair: Pair) -> bool:
+    """Whether the draft makes trees and the target verifies them."""
     draft = pair.draft if pair.remote is None else pair.remote.hello
-    can = draft is not None and draft.trees and pair.target.trees
-    return can and forward_of(pair.target) is Forward.STREAMED
+    return draft is not None and draft.trees and pair.target.trees
 
 
 def attentive_on(pair: Pair) -> bool:

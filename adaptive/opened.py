@@ -23,7 +23,7 @@ from adaptive.drafting.model import warm_up
 from adaptive.engines.load import Forward, forward_of
 from adaptive.engines.protocol import KeepsCaches
 from adaptive.kept_caches import KeptCaches
-from adaptive.measure import attentive_on, trees_pay
+from adaptive.measure import attentive_on, drafts_for_disk, makes_trees
 from adaptive.pair import Pair
 from adaptive.printable import counted
 from adaptive.records.deletion import finish
@@ -78,7 +78,8 @@ def opened(
     if left := finish(state):
         warn(left)
     memory = last_memory(state.controller, pair)
-    policy = length_policy(settings, memory, attentive_on(pair), pair.clock, trees_pay(pair))
+    disk, trees = drafts_for_disk(pair), makes_trees(pair)
+    policy = length_policy(settings, memory, attentive_on(pair), pair.clock, disk, trees)
     if pair.remote is not None:
         pair.remote.say = warn
     store = AdapterStore(state.adapters)

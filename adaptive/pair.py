@@ -121,8 +121,7 @@ def sources(settings: Settings) -> tuple[Source, Source | None]:
     if whole.head:
         raise AdaptiveError(f"--target {target} is a head, which only drafts; name the model that it was made for")
     small = _source(draft, settings.draft_revision, draft_quantize, "--draft-quantize") if draft else None
-    # A head does not draft on a target whose layers are on disk (--memory).
-    if not draft and not elsewhere and settings.draft != PLAIN and (settings.memory is None or settings.draft == MTP):
+    if not draft and not elsewhere and settings.draft != PLAIN:
         small = _inside(whole, settings.draft == MTP)
     if small is not None and small.head and whole.gguf is not None:
         raise AdaptiveError(
@@ -309,7 +308,7 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     check_readable(target, settings, settings.device)
     has_head = (draft is not None and draft.head is not None) or (grows and refused is None)
     if has_head:
-        check_head(settings)
+        check_head(draft, settings)
     if draft is not None:
         check_readable(draft, settings, where, draft=True)
     budget.check(target, draft, grows and refused is None, settings)
@@ -321,7 +320,7 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     if alone is not None:
         pass
     elif has_head:
-        draft_engine = load_head(draft, settings, target_engine)
+        draft_engine = load_head(draft, settings, target_engine, target.folder)
     elif draft is not None:
         draft_engine = load_engine(
             draft, settings, where, lambda share: tell("draft", border + (1 - border) * share), draft=True
@@ -378,10 +377,7 @@ def no_head_on(target: Source, settings: Settings) -> str | None:
     """The reason why no head can be grown on the target, or None."""
     from adaptive.engines.head.module import unsuitable
 
-    reason = unsuitable(read_config(target, settings).get_text_config())
-    if reason is None and settings.memory is not None:
-        reason = "no head is grown on a target whose layers are on disk (--memory)"
-    return reason
+    return unsuitable(read_config(target, settings).get_text_config())
 
 
 def _refused(target: Source, settings: Settings) -> str | None:

@@ -31,12 +31,13 @@ from trees import PROMPTS
 from adaptive.assistant import Assistant
 from adaptive.control.costs import CostTable, from_samples
 from adaptive.control.goodput import GoodputLength
-from adaptive.control.nodes import NodesByCost
+from adaptive.control.nodes import LengthByCost, NodesByCost
 from adaptive.control.policy import FixedLength, LengthPolicy
 from adaptive.decoding.loop import Decoding
 from adaptive.drafting.ahead import AheadDrafter
 from adaptive.engines.streamed.engine import PIECE, READERS
 from adaptive.engines.streamed.packed import PackedFile
+from adaptive.measure import makes_trees
 from adaptive.pair import Pair, load_pair
 from adaptive.settings import Settings, load_settings
 from adaptive.state import packed_root
@@ -166,7 +167,9 @@ def decoding(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
         policies: dict[str, LengthPolicy] = {"plain": FixedLength(0)}
         policies |= {f"chain of {n}": FixedLength(n) for n in args.chains}
         policies |= {f"tree of {n}": FixedLength(n, tree=True) for n in args.trees}
-        policies |= {"controller, chains": GoodputLength(costs), "controller": NodesByCost()}
+        policies |= {"goodput, chains": GoodputLength(costs), "controller, chains": LengthByCost()}
+        if makes_trees(pair):
+            policies["controller"] = NodesByCost()
         seen: dict[str, list[tuple[int, int, float]]] = {name: [] for name in policies}
         for number, prompt in enumerate(prompts):
             names = list(policies)

@@ -31,15 +31,18 @@ DAMPED = 0.05
 OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")
 
 
-def save_with_mtp(model_type: str, folder: Path, alike: bool = True, vocab_size: int | None = None) -> Path:
-    """Save a target whose checkpoint holds a multi-token head, with the bundled target's tokenizer."""
+def save_with_mtp(
+    model_type: str, folder: Path, alike: bool = True, vocab_size: int | None = None, **sizes: Any
+) -> Path:
+    """Save a target whose checkpoint holds a multi-token head, with the bundled target's tokenizer. ``sizes`` are
+    further fields of its config."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
     ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
     size = {"vocab_size": vocab_size or len(tokenizer), "max_position_embeddings": 2048, **ends}
     torch.manual_seed(0)
-    config = tiny_config(model_type, **{**MTP_TYPES[model_type], **size})
+    config = tiny_config(model_type, **{**MTP_TYPES[model_type], **size, **sizes})
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     randomise(model, 1)
     if alike:

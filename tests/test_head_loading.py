@@ -94,7 +94,6 @@ def test_a_target_that_gives_no_hidden_states_is_refused(head: Path, tmp_path: P
     [
         ({"device": "cpu", "draft_device": "meta"}, "a head runs where its target does, on cpu"),
         ({"draft_quantize": "nf4"}, "--draft-quantize nf4 is for models"),
-        ({"memory": "1GB"}, "a head is made of layers of its target, which --memory leaves on disk"),
     ],
 )
 def test_a_setting_that_no_head_works_with_is_refused_before_anything_is_loaded(

@@ -31,7 +31,7 @@ from adaptive.drafting.remote import RemoteDrafter
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.load import Source, load_engine
 from adaptive.errors import AdaptiveError
-from adaptive.measure import trees_pay
+from adaptive.measure import drafts_for_disk
 from adaptive.pair import Pair, load_pair, pair_identity
 from adaptive.records.writer import LogWriter
 from adaptive.remote import Remote
@@ -425,7 +425,7 @@ def test_what_is_said_is_logged_where_the_same_draft_here_would_learn_from_it(
 
 @pytest.mark.thorough
 def test_the_policy_is_that_of_a_draft_whose_costs_are_seen_in_rounds(pair: Pair) -> None:
-    policy = length_policy(load_settings({}), trees=trees_pay(pair))
+    policy = length_policy(load_settings({}), disk=drafts_for_disk(pair))
     assert not isinstance(policy, NodesByCost)  # the target is in memory
     assert not policy.tree
     assert accepted_while_equal(pair, ["What is a plum?"], GREEDY, policy, 50) > 0

@@ -26,7 +26,7 @@ from adaptive.engines.protocol import ExtendCall
 from adaptive.engines.streamed.engine import BUFFERS, kept_layers
 from adaptive.engines.streamed.packed import PROJECTION, PackedFile, Section, manifest
 from adaptive.errors import AdaptiveError
-from adaptive.measure import trees_pay
+from adaptive.measure import drafts_for_disk, makes_trees
 from adaptive.pair import load_pair
 from adaptive.settings import Quantisation, load_settings, memory_bytes
 from adaptive.types import Round
@@ -189,7 +189,6 @@ def test_a_file_that_is_cut_while_it_is_read_ends_the_pass_with_an_error(own_hom
         (("--memory", "much"), "a size such as 4GB"),
         (("--memory", "1GB", "--dtype", "float64"), "one native call"),
         (("--memory", "1GB", "--quantize", "nf4"), "nf4"),
-        (("--memory", "1GB", "--target", str(TARGET), "--draft", "auto"), "--draft none"),
     ],
 )
 def test_what_cannot_be_streamed_is_one_line(options: tuple[str, ...], what: str, adaptive: Command) -> None:
@@ -220,7 +219,10 @@ def test_sizes() -> None:
 def test_auto_drafts_trees_for_a_streamed_target_and_chains_for_one_in_memory() -> None:
     for memory, kind in ((None, GoodputLength), ("20MB", NodesByCost)):
         settings = load_settings({"memory": memory, "dtype": "float32"})
-        assert type(length_policy(settings, trees=trees_pay(load_pair(settings)))) is kind
+        pair = load_pair(settings)
+        policy = length_policy(settings, disk=drafts_for_disk(pair), trees=makes_trees(pair))
+        assert type(policy) is kind
+        assert policy.tree is (kind is NodesByCost)
 
 
 def rounds(policy: NodesByCost, node_s: float, gain: float, count: int = 150) -> list[int]:

@@ -1,10 +1,12 @@
-"""Chooses the number of nodes of a drafted tree, for targets whose passes are slow and hardly slower for more tokens.
+"""Chooses the number of nodes of a drafted tree, or the length of a chain if the draft makes no trees, for targets
+whose passes are slow and hardly slower for more tokens.
 
 A round of n nodes takes about c0 + c1 * n seconds and commits one token more than are accepted. c0 and c1 are learned
 by least squares over discounted rounds. The accepted tokens are learned as a running mean at each number of nodes,
 shrunk towards b * log2(1 + n) with one b for all: doubling the nodes of a best-first tree adds about the same each
 time. The number with the most expected tokens per second is chosen, among them 0, plain decoding. From time to time a
 neighbour of it is tried. Earlier text that is expected to bring more than the best tree is proposed in its place.
+Nothing is measured before: a few rounds are enough.
 """
 
 from __future__ import annotations
@@ -18,17 +20,19 @@ from adaptive.types import Round
 # Numbers of nodes to choose from. Larger trees bring hardly more accepted tokens, and their arithmetic becomes visible
 # beside the reading of weights.
 NODES = (0, 4, 8, 16, 32, 64, 128)
+# Lengths of a chain to choose from.
+LENGTHS = (0, 2, 4, 8, 16, 32)
 # Factor on an observation at each later round. Too low: it forgets the draft's acceptance from one answer to the next.
 # Too high: it is late to notice other text.
 KEEP = 0.97
-# Rounds that the common b counts for at each number of nodes. Too low: the estimates follow chance. Too high: they
-# follow a curve that is not theirs.
-COMMON = 4.0
+# Rounds that the common curve counts for at each number of nodes, and at each length of a chain, whose curve is nearer
+# to the truth. Too low: the estimates follow chance. Too high: they follow a curve that is not theirs.
+COMMON, COMMON_CHAIN = 4.0, 30.0
 # Rounds between two tries of a neighbour of the best number. Too low: more is lost while the best number is known. Too
 # high: a change of the best number is noticed late.
 TRY_EVERY = 12
-# The numbers tried one after the other in the first rounds.
-FIRST_TRIES = (16, 64, 16, 32)
+# The numbers tried one after the other in the first rounds, of trees and of chains.
+FIRST_TRIES, FIRST_LENGTHS = (16, 64, 16, 32), (8, 16, 4, 8)
 # Multiple of the expected seconds above which a round counts as disturbed (a disk that wakes up, another program), and
 # disturbed rounds in a row from which on the machine has changed. Before, such a round counts as that multiple.
 FAR, PATIENCE = 2.0, 3
@@ -40,20 +44,24 @@ class NodesByCost(LengthPolicy):
     """Drafts trees with the number of nodes that maximises the expected tokens per second."""
 
     name, tree = "nodes", True
+    nodes: tuple[int, ...] = NODES
+    first_tries, common = FIRST_TRIES, COMMON
 
     def __init__(self) -> None:
         self.rounds = 0
-        self.weight = [0.0] * len(NODES)
-        self.accepted = [0.0] * len(NODES)  # accepted tokens of rounds of about that many nodes, times their weight
+        self.weight = [0.0] * len(self.nodes)
+        self.accepted = [0.0] * len(
+            self.nodes
+        )  # accepted tokens of rounds of about that many nodes, times their weight
         # Weighted sums over rounds of 1, n, n * n, seconds, n * seconds.
         self.sums = [0.0] * 5
         self.disturbed = 0  # disturbed rounds in a row
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """The number of nodes of the next tree."""
-        place = self._first_try() if self.rounds < len(FIRST_TRIES) else self._next()
+        place = self._first_try() if self.rounds < len(self.first_tries) else self._next()
         self.expected = self._rate(place)
-        return min(NODES[place], limit)
+        return min(self.nodes[place], limit)
 
     def worth_looking(self, behind: bool = False) -> bool:
         """Before every round, since rounds are long; not behind a tree."""
@@ -66,7 +74,7 @@ class NodesByCost(LengthPolicy):
         return Lead(most, 0) if sum(reach[:most]) > max(tree, LEAST_REACH) else Lead(0, length)
 
     def _first_try(self) -> int:
-        return NODES.index(FIRST_TRIES[self.rounds % len(FIRST_TRIES)])
+        return self.nodes.index(self.first_tries[self.rounds % len(self.first_tries)])
 
     def _next(self) -> int:
         """The best number, or one of its neighbours, but not 0, if a try is due."""
@@ -74,24 +82,27 @@ class NodesByCost(LengthPolicy):
         if self.rounds % TRY_EVERY < TRY_EVERY - 1:
             return place
         up = self.rounds // TRY_EVERY % 2 == 0
-        return min(max(place + (1 if up else -1), 1), len(NODES) - 1)
+        return min(max(place + (1 if up else -1), 1), len(self.nodes) - 1)
 
     def _best(self) -> int:
-        return max(range(len(NODES)), key=self._rate)
+        return max(range(len(self.nodes)), key=self._rate)
 
     def _rate(self, place: int) -> float:
         """Expected tokens per second at this number of nodes; 0 before any round was observed."""
-        seconds = self._seconds(NODES[place])
+        seconds = self._seconds(self.nodes[place])
         return (1.0 + self._accepted(place)) / seconds if seconds else 0.0
 
     def _accepted(self, place: int) -> float:
         """Expected accepted tokens: the mean observed at this number, shrunk towards the common curve."""
-        if not NODES[place]:
+        if not self.nodes[place]:
             return 0.0
-        basis = [math.log2(1 + n) for n in NODES]
-        known = sum(w * b for w, b in zip(self.weight, basis, strict=True))
-        common = sum(self.accepted) / known * basis[place] if known else 0.0
-        return (self.accepted[place] + COMMON * common) / (self.weight[place] + COMMON)
+        curve = self._curve(self.nodes[place])
+        return (self.accepted[place] + self.common * curve) / (self.weight[place] + self.common)
+
+    def _curve(self, nodes: int) -> float:
+        """Expected accepted tokens of a number of nodes by what was observed at all numbers."""
+        known = sum(w * math.log2(1 + n) for w, n in zip(self.weight, self.nodes, strict=True))
+        return sum(self.accepted) / known * math.log2(1 + nodes) if known else 0.0
 
     def _seconds(self, nodes: int) -> float:
         """Seconds of a round, by a line fitted to observed rounds whose slope is at least 0."""
@@ -118,7 +129,7 @@ class NodesByCost(LengthPolicy):
         self.rounds += 1
         n = outcome.drafted
         if n:
-            place = min(range(1, len(NODES)), key=lambda i: abs(math.log(n / NODES[i])))
+            place = min(range(1, len(self.nodes)), key=lambda i: abs(math.log(n / self.nodes[i])))
             self.weight, self.accepted = [KEEP * w for w in self.weight], [KEEP * a for a in self.accepted]
             self.weight[place] += 1.0
             self.accepted[place] += outcome.accepted
@@ -134,11 +145,43 @@ class NodesByCost(LengthPolicy):
         return _SharedNodes(self)
 
     def swapped(self, expected: Sequence[float] | None = None) -> None:
-        """Reduce the acceptance learned of the old draft to the weight of a few rounds."""
+        """Reduce the acceptance learned of the old draft to the weight of a few rounds. If there was no draft so far
+        (a head that is not trained yet), begin with the first tries."""
         total = sum(self.weight)
+        if not total:
+            self.rounds = 0
         if total > COMMON:
             self.weight = [w * COMMON / total for w in self.weight]
             self.accepted = [a * COMMON / total for a in self.accepted]
+
+
+class LengthByCost(NodesByCost):
+    """The same with chains, of whose tokens each is accepted with about the same probability if those before it are."""
+
+    name, tree = "length", False
+    nodes = LENGTHS
+    first_tries, common = FIRST_LENGTHS, COMMON_CHAIN
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rejected = 0.0  # discounted rounds with a rejected token
+
+    def _curve(self, nodes: int) -> float:
+        kept = sum(self.accepted)
+        each = kept / (kept + self.rejected + 1.0)
+        return each * (1.0 - each**nodes) / (1.0 - each)
+
+    def accept(self, outcome: Round) -> None:
+        """See the base."""
+        super().accept(outcome)
+        if outcome.drafted:
+            self.rejected = KEEP * self.rejected + (outcome.accepted < outcome.drafted)
+
+    def swapped(self, expected: Sequence[float] | None = None) -> None:
+        """See the base."""
+        before = sum(self.weight)
+        super().swapped(expected)
+        self.rejected *= sum(self.weight) / before if before else 1.0
 
 
 class _SharedNodes(SharedLength):
@@ -152,7 +195,7 @@ class _SharedNodes(SharedLength):
         answers."""
         policy = self._policy
         place = policy._next() if policy.sums[0] else policy._first_try()
-        return min(limit, max(1, NODES[place] // answers)) if place else 0
+        return min(limit, max(1, policy.nodes[place] // answers)) if place else 0
 
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
         """As alone."""

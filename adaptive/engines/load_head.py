@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("adaptive.engines")
 
 
-def check_head(settings: Settings) -> None:
-    """Raise AdaptiveError for settings that a head does not work with, before any weights are read."""
+def check_head(source: Source | None, settings: Settings) -> None:
+    """Raise AdaptiveError for settings that the head of ``source`` (None: one to be grown) does not work with, before
+    any weights are read."""
     import torch
 
-    if settings.memory is not None:
+    if settings.memory is not None and source is not None and source.head is HeadKind.EAGLE3:
         raise AdaptiveError(
-            "a head is made of layers of its target, which --memory leaves on disk; name a model, or --draft none"
+            f"{source.id} reads the hidden states between its target's layers, which a pass with --memory does not "
+            "keep; name a model, or leave --draft out for a head that is grown here"
         )
 
     def place(name: str) -> tuple[str, int]:
@@ -47,8 +49,9 @@ def check_head(settings: Settings) -> None:
         raise AdaptiveError("--draft-quantize nf4 is for models; a head is not quantised so, leave it out")
 
 
-def load_head(source: Source | None, settings: Settings, target: Engine) -> HeadEngine:
+def load_head(source: Source | None, settings: Settings, target: Engine, folder: Path | None = None) -> HeadEngine:
     """The head of ``source`` on a loaded target, or, for None, the untrained head that is to be grown on it.
+    ``folder``: the target's checkpoint, needed if its layers are on disk (--memory).
 
     The settings have passed ``check_head``. Raises AdaptiveError if the target gives no hidden states, or the head does
     not fit it.
@@ -64,7 +67,9 @@ def load_head(source: Source | None, settings: Settings, target: Engine) -> Head
         )
     asked = settings.draft_quantize == "int8"
     int8 = asked or (settings.draft_quantize == "auto" and settings.dtype == "auto" and fast_int8())
-    head = _head(source, target)
+    if settings.memory is not None and target.cpu_forward is not None and not asked:
+        int8 = target.cpu_forward.plan.lm_head.int8  # of the same kind as the projection that is in memory and shared
+    head = _head(source, target, None if settings.memory is None else folder, settings.trust_remote_code)
     engine = HeadEngine(head, target, int8=int8 and target.device.type == "cpu", grown=source is None)
     if settings.cuda_graphs == "auto" and target.device.type == "cuda":
         engine.passes.record()
@@ -76,21 +81,25 @@ def load_head(source: Source | None, settings: Settings, target: Engine) -> Head
     return engine
 
 
-def _head(source: Source | None, target: TransformersEngine) -> HeadModule:
-    """The module of ``source``, or of a head to be grown. Raises AdaptiveError if it does not fit the target."""
+def _head(
+    source: Source | None, target: TransformersEngine, folder: Path | None, trust_remote_code: bool
+) -> HeadModule:
+    """The module of ``source``, or of a head to be grown. ``folder``: the checkpoint of a target whose layers are on
+    disk. Raises AdaptiveError if it does not fit the target."""
     from adaptive.engines.head.eagle import Eagle3Head
     from adaptive.engines.head.module import Head
-    from adaptive.engines.head.mtp import MtpHead
-    from adaptive.engines.head.parts import parts_of_model, shared_of_model
+    from adaptive.engines.head.mtp import MtpHead, target_of_parts
+    from adaptive.engines.head.parts import parts_beside, parts_of_model, shared_of_model
 
+    beside = None if folder is None else parts_beside(target.model, folder, trust_remote_code)
     if source is not None and source.head is HeadKind.MTP:
         with weights_progress(lambda share: None):
-            return MtpHead(target.model, source.folder)
+            return MtpHead(target.model if beside is None else target_of_parts(beside, beside.dtype), source.folder)
     if source is not None and source.head is HeadKind.EAGLE3:
         eagle = Eagle3Head(shared_of_model(target.model), source.folder)
         target.give_features_before(eagle.taps)
         return eagle
-    parts = parts_of_model(target.model)
+    parts = beside or parts_of_model(target.model)
     return Head(parts) if source is None else Head.read(source.folder, parts)
 
 

@@ -11,12 +11,14 @@ logits of all tokens, -inf outside the vocabulary.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Several
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.families import read_plan
@@ -289,8 +291,9 @@ class HeadEngine:
         self.cpu_forward: CpuForward | None = None
         self._shared: tuple[Packed, ...] = ()  # the target's packed linear layers, including its projection
         if isinstance(head, Head):
-            self._shared = () if target.cpu_forward is None else target.cpu_forward.plan.linears
-            self.cpu_forward = (_forward(head, True, ()) if int8 else None) or _forward(head, False, self._shared)
+            self._shared = _shared(head, target)
+            forward = _forward(head, True, self._shared) if int8 else None
+            self.cpu_forward = forward or _forward(head, False, self._shared)
         rounded = self.cpu_forward is not None and self.cpu_forward.plan.lm_head.int8
         self.weights = "int8" if rounded else str(head.dtype).removeprefix("torch.")
         self.passes = HeadPasses(head, self.context_length)
@@ -371,6 +374,21 @@ class HeadEngine:
         plan = _plan(head, linears[-1].int8, (*linears, *self._shared), again=True)
         assert plan is not None
         self.cpu_forward.use(plan)
+
+
+def _shared(head: Head, target: TransformersEngine) -> tuple[Packed, ...]:
+    """The target's packed linear layers, among them its projection to all tokens. The modules of a target whose layers
+    are on disk have no weights by which its projection could be told: it is given that of the head."""
+    if target.cpu_forward is None:
+        return ()
+    plan, weight = target.cpu_forward.plan, target.model.get_output_embeddings().weight
+    if not weight.is_meta:
+        return plan.linears
+    whole = nn.Linear(head.width, head.vocab_size, bias=False, device="meta")
+    whole.weight = head.whole
+    projection = copy.copy(plan.lm_head)
+    projection.modules = (whole,)
+    return (projection,)
 
 
 def _forward(head: Head, int8: bool, packed: Iterable[Packed]) -> CpuForward | None:

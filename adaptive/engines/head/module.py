@@ -106,6 +106,12 @@ class Head(nn.Module):
         return found
 
     @property
+    def whole(self) -> nn.Parameter:
+        """The target's projection to all tokens (vocab, width)."""
+        found: nn.Parameter = self._whole["weight"]
+        return found
+
+    @property
     def vocab_size(self) -> int:
         """The width of the logits: the target's vocabulary size."""
         return len(self._whole["weight"])

@@ -112,14 +112,14 @@ class MtpHead(ForeignHead):
         return found
 
 
-def target_of_parts(parts: Parts) -> PreTrainedModel:
-    """A target in float32 that serves its head alone: it has embedding, final norm and projection, and its layers have
-    no weights. Raises AdaptiveError if the model has another structure."""
+def target_of_parts(parts: Parts, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A target that serves its head alone: it has embedding, final norm and projection in ``dtype``, and its layers
+    have no weights. Raises AdaptiveError if the model has another structure."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        target: Any = AutoModelForCausalLM.from_config(parts.config, dtype=torch.float32)
-    put_parts(parts, target, torch.float32)
+        target: Any = AutoModelForCausalLM.from_config(parts.config, dtype=dtype)
+    put_parts(parts, target, dtype)
     decoder = decoder_of(target)
     decoder.rotary_emb = type(decoder.rotary_emb)(decoder.config)  # its tables are computed, not read
     made: PreTrainedModel = target.eval()

@@ -59,6 +59,18 @@ def parts_of_model(target: PreTrainedModel) -> Parts:
     )
 
 
+def parts_beside(target: PreTrainedModel, folder: Path, trust_remote_code: bool = False) -> Parts:
+    """The parts of a loaded target whose linear layers are on disk (``engines.streamed``). What the target holds is
+    shared; the vocabulary projection, unless it is the embedding, and the last layer are read from its checkpoint in
+    ``folder``. These are pages of that file, which the system can drop. Raises AdaptiveError like
+    ``parts_of_folder``."""
+    decoder, embedding = decoder_of(target), target.get_input_embeddings()
+    read = parts_of_folder(folder, trust_remote_code)
+    shared = dict(embedding.state_dict())
+    tied = target.get_output_embeddings().weight is embedding.weight
+    return Parts(read.config, shared, dict(decoder.norm.state_dict()), shared if tied else read.projection, read.layer)
+
+
 def of_experts(name: str) -> bool:
     """Whether a tensor of a layer belongs to the experts of a mixture. A grown head has no such experts."""
     return "experts" in name.split(".")

@@ -1,0 +1,166 @@
+"""A head on a target whose layers are on disk drafts as for the same target in memory, and is grown there."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import BUNDLED, Command, save_head, save_random_pair
+from foreign_heads import save_with_mtp
+from safetensors.torch import load_file, save_file
+from test_head_lossless import alone, said, settings_of
+
+from adaptive.assistant import Assistant, length_policy
+from adaptive.control.nodes import LENGTHS, LengthByCost
+from adaptive.control.policy import FixedLength
+from adaptive.engines.cpu.kernels import library
+from adaptive.engines.head.engine import HeadEngine
+from adaptive.engines.head.module import VOCABULARY, WEIGHTS
+from adaptive.engines.load import Forward, forward_of
+from adaptive.measure import drafts_for_disk, makes_trees
+from adaptive.pair import Pair, grows_on, load_pair
+from adaptive.settings import load_settings
+from adaptive.types import Round
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the kernels were not built")
+
+# Of the bundled target's 60 MB, and of the random one's.
+LITTLE = {"tied": "20MB", "untied": "2.5MB"}
+PROMPTS = ["Write a function that adds two numbers.", "What is 12 times 3?"]
+
+
+@pytest.fixture
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The bundled target, or one of random weights whose vocabulary projection is not its embedding."""
+    if request.param == "tied":
+        return BUNDLED / "target"
+    folder, _ = save_random_pair(tmp_path, "qwen2")
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    torch.manual_seed(5)
+    embedding = weights["model.embed_tokens.weight"]
+    weights["lm_head.weight"] = embedding + 0.1 * embedding.std() * torch.randn_like(embedding)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    return folder
+
+
+def engine_of(pair: Pair) -> HeadEngine:
+    assert isinstance(pair.draft, HeadEngine)
+    return pair.draft
+
+
+def rounds(pair: Pair) -> list[list[tuple[int, int]]]:
+    """Drafted and accepted tokens of the rounds of each answer, with drafts of four tokens."""
+    assistant, found = Assistant(pair, FixedLength(4), None), []
+    for prompt in PROMPTS:
+        said(assistant, [prompt], most=40)
+        assert assistant.last is not None
+        found.append([(one.drafted, one.accepted) for one in assistant.last.rounds])
+    return found
+
+
+@pytest.mark.parametrize("target", LITTLE, indirect=True)
+def test_it_drafts_what_it_drafts_for_the_target_in_memory(target: Path, tmp_path: Path) -> None:
+    memory = LITTLE["tied" if target == BUNDLED / "target" else "untied"]
+    head, other = save_head(target, tmp_path / "head"), save_head(target, tmp_path / "other", 0.3)
+    tensors = load_file(other / WEIGHTS)
+    tensors[VOCABULARY] = torch.arange(0, 4000, 2)
+    save_file(tensors, other / WEIGHTS)
+    config = json.loads((other / "config.json").read_text())
+    config["head"]["vocabulary"] = len(tensors[VOCABULARY])
+    (other / "config.json").write_text(json.dumps(config))
+
+    resident, streamed = load_pair(settings_of(target, head)), load_pair(settings_of(target, head, memory=memory))
+    assert forward_of(streamed.target) is Forward.STREAMED
+    assert streamed.target.cpu_forward.plan.stream is not None  # type: ignore[attr-defined]
+    right = alone(resident, PROMPTS, 40)
+    seen = []
+    for folder in (None, other, None):
+        for pair in (resident, streamed):
+            engine_of(pair).apply_adapter(folder)
+            assert said(Assistant(pair, FixedLength(4), None), PROMPTS, most=40) == right
+        assert rounds(streamed) == rounds(resident)
+        seen.append(rounds(streamed))
+        drafting, whole = engine_of(streamed).cpu_forward, streamed.target.cpu_forward  # type: ignore[attr-defined]
+        assert drafting is not None
+        # It has no projection of its own, unless it drafts among few tokens.
+        assert (drafting.plan.lm_head.kernel is whole.plan.lm_head.kernel) is (folder is None)
+    assert seen[0] == seen[2] != seen[1]
+    assert any(accepted for answer in seen[0] for _, accepted in answer)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("target", LITTLE, indirect=True)
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_answers_are_the_targets_own(target: Path, quantize: str, tmp_path: Path) -> None:
+    memory = {"tied": "8MB", "untied": "1.5MB"} if quantize == "int8" else LITTLE
+    most = memory["tied" if target == BUNDLED / "target" else "untied"]
+    head = save_head(target, tmp_path / "head", 0.1)
+    pair = load_pair(settings_of(target, head, memory=most, quantize=quantize))
+    assert forward_of(pair.target) is Forward.STREAMED
+    right = alone(pair, PROMPTS)
+    for policy in (FixedLength(1), FixedLength(9), length_policy(load_settings({}), disk=True)):
+        assert said(Assistant(pair, policy, None), PROMPTS) == right
+
+
+@pytest.mark.thorough
+def test_the_head_in_the_checkpoint_drafts(tmp_path: Path) -> None:
+    layers = ["linear_attention", "linear_attention", "linear_attention", "full_attention", "full_attention"]
+    sizes = {"num_hidden_layers": len(layers), "layer_types": layers}
+    folder = save_with_mtp("qwen3_5_text", tmp_path / "target", **sizes)  # type: ignore[arg-type]
+    settings = {"target": str(folder), "dtype": "float32"}
+    resident, streamed = (load_pair(load_settings(settings | {"memory": memory})) for memory in (None, "2.4MB"))
+    assert forward_of(streamed.target) is Forward.STREAMED
+    assert said(Assistant(streamed, FixedLength(4), None), PROMPTS, most=40) == alone(resident, PROMPTS, 40)
+    assert rounds(streamed) == rounds(resident)
+
+
+def test_the_length_is_learned_from_rounds_and_nothing_is_measured_before() -> None:
+    """A measurement of a target that takes seconds a pass would take minutes."""
+    settings = load_settings({"target": str(BUNDLED / "target"), "memory": "20MB", "dtype": "float32"})
+    assert grows_on(settings) is not None
+    pair = load_pair(settings)
+    assert not pair.warnings
+    assert (engine_of(pair).grown, engine_of(pair).ready) == (True, False)
+    policy = length_policy(settings, disk=drafts_for_disk(pair), trees=makes_trees(pair))
+    assert isinstance(policy, LengthByCost)
+    for _ in range(50):  # as long as the head is not trained
+        assert policy.next_length(0) == 0
+        policy.observe(Round("none", 0, 0, 0.0, 1.0))
+    policy.swapped()
+    chance = random.Random(0)
+    for accepted in (0.9, 0.5, 0.75):  # one draft after the other
+        chosen = []
+        for _ in range(150):
+            length = policy.next_length(1000)
+            kept = next((n for n in range(length) if chance.random() > accepted), length)
+            policy.observe(Round("head", length, kept, 0.005 * length, 1.0 + 0.02 * length))
+            chosen.append(length)
+        assert set(chosen[:3]) <= set(LENGTHS) - {0}
+        rates = {n: sum(accepted**k for k in range(n + 1)) / (1.0 + 0.025 * n) for n in LENGTHS}
+        late = chosen[-100:]
+        assert sum(rates[length] for length in late) / len(late) > 0.9 * max(rates.values())
+
+
+@pytest.mark.thorough
+def test_one_is_grown_from_what_the_target_says(tmp_path: Path, adaptive: Command) -> None:
+    asked = tmp_path / "prompts.jsonl"
+    lines = (BUNDLED / "prompts" / "math.jsonl").read_text(encoding="utf-8").splitlines()[:60]
+    asked.write_text("\n".join(lines), encoding="utf-8")
+    alone = ("--target", str(BUNDLED / "target"), "--memory", "20MB", "--dtype", "float32")
+    status, _, errors = adaptive(
+        "distill", "--prompts", str(asked), "--max-new-tokens", "40", "--max-seconds", "20", *alone
+    )
+    assert status == 0, errors
+    status, out, errors = adaptive("adapters", "list", "--json", *alone[:2])
+    assert status == 0, errors
+    assert json.loads(out)
+    given = ("--temperature", "0", "--max-new-tokens", "60", "--json", "--history", "off", "--draft-length", "4")
+    _, plain, _ = adaptive("generate", PROMPTS[1], *given, *alone, "--draft-length", "0")
+    status, out, errors = adaptive("generate", PROMPTS[1], *given, *alone)
+    assert status == 0, errors
+    assert json.loads(out)["tokens"] == json.loads(plain)["tokens"]
+    assert json.loads(out)["timings"]["draft_n"] > 0
