@@ -29,8 +29,6 @@ import torch
 from trees import PROMPTS
 
 from adaptive.assistant import Assistant
-from adaptive.control.costs import CostTable, from_samples
-from adaptive.control.goodput import GoodputLength
 from adaptive.control.nodes import LengthByCost, NodesByCost
 from adaptive.control.policy import FixedLength, LengthPolicy
 from adaptive.decoding.loop import Decoding
@@ -58,6 +56,9 @@ def main() -> None:
     parser.add_argument("--quantize", default="none")
     parser.add_argument("--adapter", type=Path)
     parser.add_argument("--kind", default="math")
+    parser.add_argument(
+        "--held-out", type=int, metavar="SEED", help="only the prompts that grow_head.py --seed SEED sets aside"
+    )
     parser.add_argument("--skip", type=int, default=0, help="prompts at the beginning that are left out")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=48)
@@ -161,13 +162,13 @@ def passes(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
 
 def decoding(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
     """Run every policy on the same prompts, in turn."""
-    prompts, costs = list(said(args.kind, args.skip, args.prompts)), costs_of(pair)
+    prompts = list(said(args.kind, args.skip, args.prompts, args.held_out))
     for temperature in args.temperatures:
         sampling = SamplingParams(temperature=temperature)
         policies: dict[str, LengthPolicy] = {"plain": FixedLength(0)}
         policies |= {f"chain of {n}": FixedLength(n) for n in args.chains}
         policies |= {f"tree of {n}": FixedLength(n, tree=True) for n in args.trees}
-        policies |= {"goodput, chains": GoodputLength(costs), "controller, chains": LengthByCost()}
+        policies |= {"controller, chains": LengthByCost()}
         if makes_trees(pair):
             policies["controller"] = NodesByCost()
         seen: dict[str, list[tuple[int, int, float]]] = {name: [] for name in policies}
@@ -194,7 +195,7 @@ def decoding(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
 
 def ahead(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
     """Run each shape with and without drafting ahead, on the same prompts, in turn."""
-    prompts = list(said(args.kind, args.skip, args.prompts))
+    prompts = list(said(args.kind, args.skip, args.prompts, args.held_out))
     shapes = [(n, False) for n in args.chains] + [(n, True) for n in args.trees]
     for temperature in args.temperatures:
         sampling, seen = SamplingParams(temperature=temperature), dict[tuple[str, bool], list[Decoding]]()
@@ -235,29 +236,15 @@ def _verify_s(outcome: Round) -> float:
     return outcome.verify_s
 
 
-def costs_of(pair: Pair) -> CostTable:
-    """Quickly measured costs for the controller of chains; ``adaptive calibrate`` would take minutes here."""
-    assert pair.draft is not None
-    target, draft, verify = pair.target.sequence(), pair.draft.sequence(), dict[int, list[float]]()
-    for sequence in (target, draft):
-        sequence.extend(list(range(3, 67)), 1)
-    for size in (0, 8, 16) * 3:
-        began = time.perf_counter()
-        target.extend(list(range(3, 4 + size)), size + 1)
-        verify.setdefault(size, []).append(time.perf_counter() - began)
-    began = time.perf_counter()
-    for token in range(3, 35):
-        draft.extend([token], 1)
-    step = (time.perf_counter() - began) / 32
-    verify_s = from_samples({size: statistics.median(found) for size, found in verify.items()})
-    return CostTable(step, step, step / 8, verify_s, 1e-3, 1e-4, 0.0, 64)
-
-
-def said(kind: str, skip: int, count: int) -> Iterator[str]:
-    """``count`` prompts of a kind after the first ``skip``."""
+def said(kind: str, skip: int, count: int, seed: int | None = None) -> Iterator[str]:
+    """``count`` prompts of a kind after the first ``skip``; with a ``seed`` in the order of ``streams.stream``, which
+    sets the first ones aside."""
     import json
 
-    for line in (PROMPTS / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()[skip : skip + count]:
+    lines = (PROMPTS / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()
+    if seed is not None:
+        lines = random.Random(f"{seed} {kind}").sample(lines, len(lines))
+    for line in lines[skip : skip + count]:
         yield json.loads(line)["prompt"]
 
 

@@ -105,6 +105,46 @@ def test_logits_equal_those_of_the_module_chained_over_its_own_features(name: st
         torch.testing.assert_close(found / scale, right[known - 3 : known + 1] / scale, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("among", [None, 3], ids=["all-tokens", "a-third"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_node_of_a_tree_has_the_logits_of_its_path(name: str, among: int | None) -> None:
+    """Its row reads the feature of its parent, and sees the text and its ancestors only."""
+    target, head = engines(name)
+    if not head.trees:
+        pytest.skip("the kernels do not support the layer")
+    assert isinstance(head.head, Head)
+    if among is not None:
+        head.head.draft_among(torch.arange(0, VOCAB, among))
+        head = HeadEngine(head.head, target)
+    known, tokens = 24, text(25)
+    held, draft = bound(target, head)
+    held.extend(tokens[:known], 1)
+    draft.extend(tokens, 1)
+    parents, nodes = [-1, -1, 0, 1, 2, 2, 5, 5, 4], text(34)[25:].tolist()
+    found = torch.cat([draft.extend(nodes[:2], 2, parents[:2]), draft.extend(nodes[2:], 7, parents[2:])])
+    features = held.features(0, known)
+    for node in range(len(nodes)):
+        path, at = list[int](), node
+        while at >= 0:
+            path, at = [nodes[at], *path], parents[at]
+        right = module_logits(head.head, features, torch.cat([tokens, torch.tensor(path)]))[-1]
+        finite = right.isfinite()
+        assert torch.equal(found[node].isfinite(), finite)
+        torch.testing.assert_close(
+            found[node][finite], right[finite], atol=2e-4 * float(right[finite].abs().max()), rtol=0
+        )
+    draft.keep([0, 2])
+    assert draft.length == len(tokens) + 2
+    right = module_logits(head.head, features, torch.cat([tokens, torch.tensor([nodes[0], nodes[2], 7])]))[-1]
+    kept = draft.extend([7], 1)[0]
+    finite = right.isfinite()
+    torch.testing.assert_close(kept[finite], right[finite], atol=2e-4 * float(right[finite].abs().max()), rtol=0)
+    draft.rollback(len(tokens) + 2)  # all of them were computed from its own features
+    assert draft.length == len(tokens)
+    with pytest.raises(ValueError, match="cannot follow node 3"):
+        draft.extend([1], 1, [3])
+
+
 @pytest.mark.parametrize("ours", [True, False], ids=["kernels", "transformers"])
 def test_a_rollback_forgets_what_was_computed_from_its_own_features(ours: bool) -> None:
     target, head = engines("qwen3", ours)

@@ -277,6 +277,18 @@ def test_earlier_text_is_proposed_where_it_brings_more_than_a_tree() -> None:
     assert policy.lead([0.95] * 16, 128, 3) == Lead(0, 128)
     assert policy.lead([0.5], 0, 100) == Lead(1, 0)  # the draft cannot be used
     assert not policy.worth_looking(behind=True)
+    accepted = list(policy.accepted)
+    policy.observe_free(Round("history", 16, 0, 0.0, 1.0))
+    assert policy.accepted == accepted  # it says nothing of trees
+
+
+def test_of_earlier_text_as_much_is_proposed_as_pays() -> None:
+    policy = NodesByCost()
+    for count in (0, 16, 0, 4):  # a token more takes a tenth of a pass
+        policy.observe_free(Round("history", count, 0, 0.0, 1.0 + 0.1 * count))
+    assert policy.lead([0.9, 0.8, 0.05, 0.01], 0, 100) == Lead(2, 0)
+    assert policy.lead([0.12, 0.01], 0, 100) == Lead(1, 0)
+    assert policy.lead([0.08, 0.01], 0, 100) == Lead(0, 0)
 
 
 def test_answers_at_once_try_trees_again_when_none_paid() -> None:

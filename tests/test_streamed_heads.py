@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_head_lossless import alone, said, settings_of
 
 from adaptive.assistant import Assistant, length_policy
-from adaptive.control.nodes import LENGTHS, LengthByCost
+from adaptive.control.nodes import LENGTHS, LengthByCost, NodesByCost
 from adaptive.control.policy import FixedLength
 from adaptive.engines.cpu.kernels import library
 from adaptive.engines.head.engine import HeadEngine
@@ -102,7 +102,7 @@ def test_answers_are_the_targets_own(target: Path, quantize: str, tmp_path: Path
     pair = load_pair(settings_of(target, head, memory=most, quantize=quantize))
     assert forward_of(pair.target) is Forward.STREAMED
     right = alone(pair, PROMPTS)
-    for policy in (FixedLength(1), FixedLength(9), length_policy(load_settings({}), disk=True)):
+    for policy in (FixedLength(1), FixedLength(9), FixedLength(12, tree=True), NodesByCost(), LengthByCost()):
         assert said(Assistant(pair, policy, None), PROMPTS) == right
 
 
@@ -125,7 +125,8 @@ def test_the_length_is_learned_from_rounds_and_nothing_is_measured_before() -> N
     pair = load_pair(settings)
     assert not pair.warnings
     assert (engine_of(pair).grown, engine_of(pair).ready) == (True, False)
-    policy = length_policy(settings, disk=drafts_for_disk(pair), trees=makes_trees(pair))
+    assert isinstance(length_policy(settings, disk=drafts_for_disk(pair), trees=makes_trees(pair)), NodesByCost)
+    policy = length_policy(settings, disk=True)  # of a head that makes no trees
     assert isinstance(policy, LengthByCost)
     for _ in range(50):  # as long as the head is not trained
         assert policy.next_length(0) == 0

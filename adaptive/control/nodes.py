@@ -68,10 +68,15 @@ class NodesByCost(LengthPolicy):
         return not behind
 
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
-        """The other proposal, if more accepted tokens are expected of it than of the best tree."""
-        most = max(0, min(limit, len(reach)))
-        tree = self._accepted(self._best()) if length else 0.0
-        return Lead(most, 0) if sum(reach[:most]) > max(tree, LEAST_REACH) else Lead(0, length)
+        """As many tokens of the other proposal as bring the most expected tokens per second, if these are more than
+        those of the best tree."""
+        found, best, accepted = 0, self._rate(self._best()) if length else self._rate(0), 0.0
+        for count, each in enumerate(reach[: max(0, limit)], 1):
+            accepted += each
+            rate = (1.0 + accepted) / (self._seconds(count) or 1.0)
+            if accepted > LEAST_REACH and rate > best:
+                found, best = count, rate
+        return Lead(found, 0) if found else Lead(0, length)
 
     def _first_try(self) -> int:
         return self.nodes.index(self.first_tries[self.rounds % len(self.first_tries)])
@@ -115,6 +120,11 @@ class NodesByCost(LengthPolicy):
 
     def observe(self, outcome: Round) -> None:
         """Learn the seconds and the accepted tokens of a round."""
+        self.observe_free(outcome)
+        self.accept(outcome)
+
+    def observe_free(self, outcome: Round) -> None:
+        """Learn the seconds of a round."""
         n, seconds = outcome.drafted, outcome.draft_s + outcome.verify_s
         usual = FAR * self._seconds(n)
         self.disturbed = self.disturbed + 1 if 0.0 < usual < seconds else 0
@@ -122,7 +132,6 @@ class NodesByCost(LengthPolicy):
             seconds = usual
         seen = (1.0, n, n * n, seconds, n * seconds)
         self.sums = [KEEP * old + new for old, new in zip(self.sums, seen, strict=True)]
-        self.accept(outcome)
 
     def accept(self, outcome: Round) -> None:
         """Learn the accepted tokens of a round."""

@@ -198,6 +198,24 @@ class CpuForward:
             cache.end(end - begin)
         return logits
 
+    def over_nodes(
+        self, tokens: list[int], logits: torch.Tensor, cache: CpuCache, tree: TokenTree, given: Given = NOTHING
+    ) -> torch.Tensor:
+        """As ``one_call``, for the last nodes of a ``tree`` behind the held tokens, which are not counted in the
+        cache's length. In a head, none of them follows another of the same pass."""
+        self.check(tokens)
+        count, start = len(tokens), cache.length
+        rope, decoder, threads = self.prepare(start + len(tree), cache), self.native_pass(), self.threads_for(count)
+        place = cache.table, cache.capacity, start, cache.hidden_address, given.address, given.known
+        recall, began = cache.begin(count), time.perf_counter()
+        try:
+            decoder(tokens, len(logits), rope, *place, address(logits), recall, threads, native_tree(tree))
+        except BaseException as error:
+            cache.undo(whole=between_passes(error))
+            raise
+        self.took(count, time.perf_counter() - began)
+        return logits
+
     def propose(self, call: ProposalCall, probs: Rows, cache: CpuCache, given: Given = NOTHING) -> Proposed:
         """See ``FusedCalls``; passes must be ``fused``. Writes the distributions that tokens are drawn from into
         ``probs``. ``given`` as in ``one_call``."""

@@ -6,14 +6,15 @@ were computed from the head's own features; they are computed again once the tar
 was trained elsewhere, the first token of a text has no row, and the sequence only counts it. If our kernels support
 the layer of a grown head, a pass or a whole proposal is one native call; otherwise transformers' forward of the layer
 is used. With a draft vocabulary (``vocabulary.py``), a whole proposal chooses among its tokens, and a pass returns
-logits of all tokens, -inf outside the vocabulary.
+logits of all tokens, -inf outside the vocabulary. On our kernels a pass may be over nodes of a tree; each reads the
+feature of its parent, which an earlier pass has computed.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from pathlib import Path
 
@@ -50,7 +51,7 @@ from adaptive.engines.protocol import (
     one_after_another,
 )
 from adaptive.engines.threads import ThreadChoice
-from adaptive.engines.tree import NO_TREE
+from adaptive.engines.tree import NO_TREE, TokenTree
 from adaptive.errors import AdaptiveError, first_line
 from adaptive.tokens import Ids, Rows, as_tensor, moved
 
@@ -67,6 +68,7 @@ class HeadSequence:
             self.cache = engine.cpu_forward.cache(features=True)
         else:
             self.cache = RollbackCache(engine.head.config, keeps=True)
+        self.tree = NO_TREE  # its nodes are stored after the cache's tokens
         self._skipped = 0  # leading tokens without a row
         self._exact = 0  # leading tokens that were computed from the target's features
         self._read: torch.Tensor | None = None  # keeps the features alive that a native call reads
@@ -120,7 +122,8 @@ class HeadSequence:
         """Append n tokens and return logits (rows, vocab) of the last rows; see the protocol. A token that reads the
         head's own feature of another of the n tokens gets a separate pass."""
         if parents is not None:
-            raise no_trees("a head")
+            return self._extend_tree(tokens, rows, parents)
+        self.tree = NO_TREE
         if len(tokens) and self.length < self.engine.head.begins:
             return self._begin(tokens, rows)
         count, found = len(tokens), []
@@ -143,9 +146,36 @@ class HeadSequence:
             logits = self.extend(rest, min(rows, len(rest)))
         return logits if rows <= len(rest) else torch.cat([logits.new_zeros(1, self.engine.vocab_size), logits])
 
+    def _extend_tree(self, tokens: Ids, rows: int, parents: list[int]) -> torch.Tensor:
+        """``extend`` over nodes of a tree. A node that follows another of them gets a later pass, since it reads the
+        feature of that one."""
+        if not self.engine.trees:
+            raise no_trees(f"a head on {self.engine.head.config.model_type}")
+        self.tree.grown(parents)  # raises ValueError for one that does not exist
+        listed, count, begin, found = tokens if isinstance(tokens, list) else tokens.tolist(), len(tokens), 0, []
+        while begin < count:
+            above = len(self.tree)
+            end = next((at for at in range(begin, count) if parents[at] >= above), count)
+            tree = self.tree.grown(parents[begin:end])
+            found.append(
+                self._over_nodes(listed[begin:end], max(0, min(end - begin, rows - count + end)), tree).clone()
+            )
+            begin, self.tree = end, tree
+        return torch.cat(found) if found else self._logits(0, 0)
+
+    def _over_nodes(self, tokens: list[int], rows: int, tree: TokenTree) -> torch.Tensor:
+        forward, cache, given = self.engine.cpu_forward, self.cache, self._given(self.length)
+        assert forward is not None
+        assert isinstance(cache, CpuCache)
+        return self._wide(forward, rows, lambda few: forward.over_nodes(tokens, few, cache, tree, given))
+
     def keep(self, path: list[int]) -> None:
-        """Accept only the empty path, because a head has no trees; see the protocol."""
-        NO_TREE.check(path)
+        """Append a path of the tree and drop the other nodes; see the protocol."""
+        self.tree.check(path)
+        if path:
+            assert isinstance(self.cache, CpuCache)
+            self.cache.keep_path(path)
+        self.tree = NO_TREE
 
     @property
     def _together(self) -> int:
@@ -157,25 +187,25 @@ class HeadSequence:
         if forward is not None:
             assert isinstance(self.cache, CpuCache)
             listed: list[int] = tokens if isinstance(tokens, list) else tokens.tolist()
-            logits = self._by_kernels(forward, listed, self._logits(0, rows), self.cache, self._given(start))
+            cache, given = self.cache, self._given(start)
+            logits = self._wide(forward, rows, lambda few: forward.one_call(listed, few, cache, given))
         else:
             logits = self._by_transformers(moved(as_tensor(tokens), self.engine.device), rows)
         self._passed(start)
         return logits
 
-    def _by_kernels(
-        self, forward: CpuForward, tokens: list[int], logits: torch.Tensor, cache: CpuCache, given: Given
-    ) -> torch.Tensor:
-        ids = forward.plan.ids
+    def _wide(self, forward: CpuForward, rows: int, run: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Logits (rows, vocab) of a pass: ``run`` fills those of the draft vocabulary."""
+        ids, logits = forward.plan.ids, self._logits(0, rows)
         if ids is None:
-            return forward.one_call(tokens, logits, cache, given)
+            return run(logits)
         if self._few.width != len(ids):
             self._few = Rows(len(ids))
-        few = forward.one_call(tokens, self._few(0, len(logits)), cache, given)
-        return logits.fill_(-torch.inf).index_copy_(1, ids, few)
+        return logits.fill_(-torch.inf).index_copy_(1, ids, run(self._few(0, rows)))
 
     def propose(self, call: ProposalCall) -> Proposed:
         """Make a whole proposal; see ``FusedCalls``."""
+        self.tree = NO_TREE
         forward = self.engine.cpu_forward
         assert forward is not None
         assert isinstance(self.cache, CpuCache)
@@ -246,6 +276,7 @@ class HeadSequence:
 
     def rollback(self, length: int) -> None:
         """Drop all tokens after the first ``length``, and those that were computed from the head's own features."""
+        self.tree = NO_TREE
         length = min(length, self._exact)
         self._skipped = min(self._skipped, length)
         self.cache.rollback(length - self._skipped)
@@ -256,6 +287,7 @@ class HeadSequence:
         from its own features; see the protocol."""
         assert isinstance(other, HeadSequence)
         length = min(length, other._exact)
+        self.tree = NO_TREE
         self.cache.rollback(0)
         self._skipped = self._exact = 0
         self.reserve(length)
@@ -274,7 +306,7 @@ class HeadEngine:
     """
 
     undraftable: str | None = None
-    joint = trees = False
+    joint = False
 
     def __init__(self, head: HeadModule, target: TransformersEngine, int8: bool = False, grown: bool = False) -> None:
         head.eval()
@@ -299,6 +331,11 @@ class HeadEngine:
         self.passes = HeadPasses(head, self.context_length)
         self._merged = MergedAdapter(head) if isinstance(head, ForeignHead) else None
         self._first: dict[str, torch.Tensor] | None = None  # the head's weights before the first ``swap_adapter``
+
+    @property
+    def trees(self) -> bool:
+        """Whether passes over trees are supported: by our own forward."""
+        return self.cpu_forward is not None
 
     @property
     def threads(self) -> ThreadChoice | None:

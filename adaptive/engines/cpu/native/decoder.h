@@ -131,7 +131,7 @@ void normalise_each(float* x, int count, const Norm& norm) {
 
 // Computes a head's input x (n, width) for the tokens (n,) of a text. The first token of a text has no token before it
 // and reads a feature of zeros. Of the n tokens only the first may read from `kept`; the features for the others are
-// known.
+// known. A node of a tree reads that of its parent, which is no node of this pass.
 void fuse(const Decoder& d, const int64_t* tokens, const Text& text, float* x, int threads) {
   const int width = d.head->in, n = text.count;
   const Features& features = text.features;
@@ -140,7 +140,7 @@ void fuse(const Decoder& d, const int64_t* tokens, const Text& text, float* x, i
     float* row = both + size_t(i) * 2 * width;
     embed(d.embedding, tokens[i], row);
     normalise(row, d.fuse.token_norm, row);
-    const int before = text.start + i - 1;
+    const int before = text.start + (text.tree ? text.tree->parents[text.tree->parents.size() - n + i] : i - 1);
     if (before < 0)
       std::memset(row + width, 0, width * sizeof(float));
     else
@@ -285,7 +285,7 @@ void cap_logits(float* logits, size_t count, float softcap, int threads) {
 
 // Runs a pass over tokens (n,), those of each of `count` texts in turn, and writes logits (all rows, vocab) in the same
 // order. The weights are read once for all texts, and a text's logits do not depend on the others. Returns false,
-// without doing anything, if a token is outside the vocabulary. A head takes one text, without a tree.
+// without doing anything, if a token is outside the vocabulary. A head takes one text.
 bool decode(const Decoder& d, const int64_t* tokens, const Text* given, int count, float* logits, int threads) {
   int n = 0, rows = 0, recurring = 0;
   bool featured = false;

@@ -420,18 +420,22 @@ void bind(nb::module_& m) {
       arg("stream").none() = nullptr, arg("ids") = 0)
       .def("__call__", [](const Decoder& self, const Tokens& tokens, int rows, Address cos_sin, Address caches, int64_t capacity,
                           int start, Address kept, Address given, int known, Address logits, const Recall* recall,
-                          int threads) {
+                          int threads, const Tree* tree) {
         if (tokens.empty()) throw nb::value_error("a pass needs a token");
+        const size_t earlier = tree ? tree->parents.size() - tokens.size() : 0;
+        if (tree && tree->parents.size() < tokens.size()) throw nb::value_error("more tokens than nodes");
+        for (size_t node = earlier; tree && self.fuse.linear && node < tree->parents.size(); node++)
+          if (tree->parents[node] >= int(earlier)) throw nb::value_error("a node that reads the feature of one of the same pass");
         bool done;
         {
           nb::gil_scoped_release unlocked;
           const Text text{int(tokens.size()), rows, to<float>(cos_sin), to<void*>(caches), capacity, start,
-                          {to<float>(kept), to<float>(given), known}, nullptr, asked_for(recall)};
+                          {to<float>(kept), to<float>(given), known}, tree, asked_for(recall)};
           done = decode(self, tokens.data(), &text, 1, to<float>(logits), threads);
         }
         check(done);
       }, arg("tokens"), arg("rows"), arg("cos_sin"), arg("caches"), arg("capacity"), arg("start"), arg("kept"), arg("given"),
-      arg("known"), arg("logits"), arg("recall").none(), arg("threads"))
+      arg("known"), arg("logits"), arg("recall").none(), arg("threads"), arg("tree").none() = nullptr)
       .def("propose", &propose, arg("sampling"), arg("tokens"), arg("length"), arg("known"), arg("uniform"), arg("probs"),
            arg("thresholds").none(), arg("adviser").none(), arg("masker").none(), arg("cos_sin"), arg("caches"), arg("capacity"),
            arg("start"), arg("kept"), arg("given"), arg("feature_count"), arg("recall").none(), arg("threads"))
