@@ -261,8 +261,8 @@ def test_lengths_are_read() -> None:
 
 def test_a_head_on_transformers_forward_drafts_no_trees(adaptive: Command, tmp_path: Path) -> None:
     head = save_head(BUNDLED / "target", tmp_path / "head")
-    models = ("--target", str(BUNDLED / "target"), "--draft", str(head), "--dtype", "float64")
-    status, _, errors = adaptive("generate", "Hi", *models, "--draft-length", "tree:8")
+    pair = ("--target", str(BUNDLED / "target"), "--draft", str(head), "--dtype", "float64")
+    status, _, errors = adaptive("generate", "Hi", *pair, "--draft-length", "tree:8")
     assert status == 2
     assert "makes no passes over trees of tokens; draft chains" in " ".join(errors.split())
 

@@ -159,15 +159,21 @@ class CpuForward:
         return logits
 
     def one_call(
-        self, tokens: list[int], logits: torch.Tensor, cache: CpuCache, given: Given = NOTHING
+        self,
+        tokens: list[int],
+        logits: torch.Tensor,
+        cache: CpuCache,
+        given: Given = NOTHING,
+        tree: TokenTree | None = None,
     ) -> torch.Tensor:
         """Append tokens where passes are ``fused``, and write into ``logits`` (rows, vocab), float32; makes no tensor
         where all fit into one call. A head reads the ``given`` features. Only its first token may need a feature behind
-        these, which is then in ``cache``."""
+        these, which is then in ``cache``. With a ``tree`` as in ``by_layers``; in a head none of its last n nodes
+        follows another of them."""
         self.check(tokens)
         count, rows, start = len(tokens), len(logits), cache.length
-        rope, decoder = self.prepare(start + count, cache), self.native_pass()
-        parts = -(-count // self.most)
+        rope, decoder = self.prepare(start + (count if tree is None else len(tree)), cache), self.native_pass()
+        parts, nodes = (-(-count // self.most), None) if tree is None else (1, native_tree(tree))
         size = -(-count // parts) if parts else 1
         for begin in range(0, count, size):
             end = min(begin + size, count)
@@ -190,30 +196,14 @@ class CpuForward:
                     place,
                     recall,
                     threads,
+                    nodes,
                 )
             except BaseException as error:
                 cache.undo(whole=between_passes(error))
                 raise
             self.took(end - begin, time.perf_counter() - began)
-            cache.end(end - begin)
-        return logits
-
-    def over_nodes(
-        self, tokens: list[int], logits: torch.Tensor, cache: CpuCache, tree: TokenTree, given: Given = NOTHING
-    ) -> torch.Tensor:
-        """As ``one_call``, for the last nodes of a ``tree`` behind the held tokens, which are not counted in the
-        cache's length. In a head, none of them follows another of the same pass."""
-        self.check(tokens)
-        count, start = len(tokens), cache.length
-        rope, decoder, threads = self.prepare(start + len(tree), cache), self.native_pass(), self.threads_for(count)
-        place = cache.table, cache.capacity, start, cache.hidden_address, given.address, given.known
-        recall, began = cache.begin(count), time.perf_counter()
-        try:
-            decoder(tokens, len(logits), rope, *place, address(logits), recall, threads, native_tree(tree))
-        except BaseException as error:
-            cache.undo(whole=between_passes(error))
-            raise
-        self.took(count, time.perf_counter() - began)
+            if tree is None:
+                cache.end(end - begin)
         return logits
 
     def propose(self, call: ProposalCall, probs: Rows, cache: CpuCache, given: Given = NOTHING) -> Proposed:

@@ -12,27 +12,21 @@ feature of its parent, which an earlier pass has computed.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from adaptive.engines.cpu.cache import CpuCache
-from adaptive.engines.cpu.families import read_plan
 from adaptive.engines.cpu.forward import CpuForward, Given
-from adaptive.engines.cpu.fused import fits
-from adaptive.engines.cpu.layers import Embedding, RmsNorm
 from adaptive.engines.cpu.packing import Packed
-from adaptive.engines.cpu.plan import Fuse, Plan
-from adaptive.engines.cpu.weights import PackedLinear, of_module
 from adaptive.engines.head.foreign import ForeignHead
 from adaptive.engines.head.kinds import HeadModule
 from adaptive.engines.head.module import VOCABULARY, Head
 from adaptive.engines.head.passes import HeadPasses
+from adaptive.engines.head.plan import forward_of, packed_of, plan_of
 from adaptive.engines.hf.cache import RollbackCache, copy_prefix, reserve
 from adaptive.engines.hf.engine import PREFILL_CHUNK, TransformersEngine, TransformersSequence
 from adaptive.engines.hf.generation import FALLBACK_SAMPLING
@@ -167,7 +161,7 @@ class HeadSequence:
         forward, cache, given = self.engine.cpu_forward, self.cache, self._given(self.length)
         assert forward is not None
         assert isinstance(cache, CpuCache)
-        return self._wide(forward, rows, lambda few: forward.over_nodes(tokens, few, cache, tree, given))
+        return self._wide(forward, rows, lambda few: forward.one_call(tokens, few, cache, given, tree))
 
     def keep(self, path: list[int]) -> None:
         """Append a path of the tree and drop the other nodes; see the protocol."""
@@ -323,9 +317,9 @@ class HeadEngine:
         self.cpu_forward: CpuForward | None = None
         self._shared: tuple[Packed, ...] = ()  # the target's packed linear layers, including its projection
         if isinstance(head, Head):
-            self._shared = _shared(head, target)
-            forward = _forward(head, True, self._shared) if int8 else None
-            self.cpu_forward = forward or _forward(head, False, self._shared)
+            self._shared = packed_of(head, target)
+            forward = forward_of(head, True, self._shared) if int8 else None
+            self.cpu_forward = forward or forward_of(head, False, self._shared)
         rounded = self.cpu_forward is not None and self.cpu_forward.plan.lm_head.int8
         self.weights = "int8" if rounded else str(head.dtype).removeprefix("torch.")
         self.passes = HeadPasses(head, self.context_length)
@@ -408,46 +402,6 @@ class HeadEngine:
             if linear is not projection:
                 linear.refresh()
                 yield
-        plan = _plan(head, linears[-1].int8, (*linears, *self._shared), again=True)
+        plan = plan_of(head, linears[-1].int8, (*linears, *self._shared), again=True)
         assert plan is not None
         self.cpu_forward.use(plan)
-
-
-def _shared(head: Head, target: TransformersEngine) -> tuple[Packed, ...]:
-    """The target's packed linear layers, among them its projection to all tokens. The modules of a target whose layers
-    are on disk have no weights by which its projection could be told: it is given that of the head."""
-    if target.cpu_forward is None:
-        return ()
-    plan, weight = target.cpu_forward.plan, target.model.get_output_embeddings().weight
-    if not weight.is_meta:
-        return plan.linears
-    whole = nn.Linear(head.width, head.vocab_size, bias=False, device="meta")
-    whole.weight = head.whole
-    projection = copy.copy(plan.lm_head)
-    projection.modules = (whole,)
-    return (projection,)
-
-
-def _forward(head: Head, int8: bool, packed: Iterable[Packed]) -> CpuForward | None:
-    """Our forward of a head if a pass is one native call, else None."""
-    plan = _plan(head, int8, packed)
-    # A layer with a recurrent state is left to transformers' forward.
-    return None if plan is None or plan.delta is not None or not fits(plan) else CpuForward(plan)
-
-
-@torch.inference_mode()
-def _plan(head: Head, int8: bool, packed: Iterable[Packed], again: bool = False) -> Plan | None:
-    """The plan of a head's layer and the modules before it; None if the layer is not supported. Weights that are in
-    ``packed`` already are not packed again. ``again`` as in ``read_plan``."""
-    packed = tuple(packed)
-    body = read_plan(head.body, int8, packed, again)
-    if body is None:
-        return None
-    # A decoder that scales its embeddings (Granite) scales the output of ``fuse`` by the same factor.
-    factor, embed = body.embed.multiplier, Embedding(head.body.get_input_embeddings(), body.dtype)
-    found = (one for one in packed if isinstance(one, PackedLinear) and one.modules == (head.fuse,))
-    linear = next(found, None) or of_module(head.fuse, int8, factor)
-    norms = [RmsNorm(norm, body.dtype, body.weight_dtype) for norm in (head.token_norm, head.feature_norm)]
-    return dataclasses.replace(
-        body, embed=embed, fuse=Fuse(linear, *norms), linears=(*body.linears, linear), ids=head.ids
-    )
