@@ -6,7 +6,8 @@
 reading   plain decoding against reading the same file from beginning to end, in turn, both bypassing the page cache
 passes    seconds of a pass over 1 to 64 tokens, in turn
 decoding  tokens a second of plain decoding, chains, trees and the controller, in turn, at temperatures 0.7 and 0
-ahead     with and without drafting while the target verifies, in turn: the time that rounds wait for the draft
+ahead     with and without drafting while the target verifies, in turn: the time that rounds wait for the draft (a head
+          never drafts ahead)
 resident  the peak memory of a whole session, as the system counts it, beyond --memory
 """
 
@@ -33,6 +34,7 @@ from adaptive.control.nodes import LengthByCost, NodesByCost
 from adaptive.control.policy import FixedLength, LengthPolicy
 from adaptive.decoding.loop import Decoding
 from adaptive.drafting.ahead import AheadDrafter
+from adaptive.engines.protocol import ReadsFeatures
 from adaptive.engines.streamed.engine import PIECE, READERS
 from adaptive.engines.streamed.packed import PackedFile
 from adaptive.measure import makes_trees
@@ -201,7 +203,7 @@ def ahead(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
         sampling, seen = SamplingParams(temperature=temperature), dict[tuple[str, bool], list[Decoding]]()
         for number, prompt in enumerate(prompts):
             for length, tree in shapes:
-                for on in (False, True):
+                for on in (False,) if isinstance(pair.draft, ReadsFeatures) else (False, True):
                     assistant = Assistant(pair, FixedLength(length, tree), None)
                     assistant.drafts_ahead = assistant.drafts_ahead and on
                     assistant.chance = random.Random(number)

@@ -123,7 +123,10 @@ def _grow(
             "checkpoint gives; name that as --target"
         )
     if settings.memory is not None:
-        raise AdaptiveError("no head is grown on a target whose layers are on disk (--memory)")
+        raise AdaptiveError(
+            "an EAGLE-3 head reads the hidden states between its target's layers, which a pass with --memory does not "
+            "keep; leave --memory out (`adaptive chat` and `adaptive serve` grow a head of another kind with it)"
+        )
     check(target, None, False, settings)
     identity = pair_identity(settings)
     state = open_state(settings.state_dir, identity.id)

@@ -358,7 +358,7 @@ def test_what_cannot_end_well_is_refused_before_it_begins(tmp_path: Path, adapti
     alone = ("--target", str(BUNDLED / "target"), "--draft", "none", "--state-dir", str(tmp_path / "state"))
     for arguments, said in (
         ((str(tmp_path / "file" / "head"),), "cannot be written"),
-        ((str(tmp_path / "head"), "--memory", "100MB"), "no head is grown on a target whose layers are on disk"),
+        ((str(tmp_path / "head"), "--memory", "100MB"), "leave --memory out (`adaptive chat` and"),
     ):
         status, _, errors = adaptive("head", *arguments, *alone)
         assert status == 2
