@@ -121,7 +121,8 @@ def test_a_node_of_a_tree_has_the_logits_of_its_path(name: str, among: int | Non
     held.extend(tokens[:known], 1)
     draft.extend(tokens, 1)
     parents, nodes = [-1, -1, 0, 1, 2, 2, 5, 5, 4], text(34)[25:].tolist()
-    found = torch.cat([draft.extend(nodes[:2], 2, parents[:2]), draft.extend(nodes[2:], 7, parents[2:])])
+    first = draft.extend(nodes[:2], 2, parents[:2]).clone()
+    found = torch.cat([first, draft.extend(nodes[2:], 7, parents[2:])])
     features = held.features(0, known)
     for node in range(len(nodes)):
         path, at = list[int](), node

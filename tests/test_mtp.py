@@ -184,6 +184,7 @@ def test_auto_takes_the_head_that_the_checkpoint_has_and_grows_one_where_it_has_
         assert trained_draft(settings) == small
         assert pair_identity(settings).id.startswith("target--mtp-")
     assert sources(settings_of(folder, "none"))[1] is None
+    assert sources(settings_of(folder, None, memory="1GB"))[1] == sources(settings_of(folder, None))[1]
     file = folder / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(file).items() if not name.startswith("mtp.")}
     save_file(tensors, file, metadata={"format": "pt"})

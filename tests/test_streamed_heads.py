@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import BUNDLED, Command, save_head, save_random_pair
-from foreign_heads import save_with_mtp
+from foreign_heads import save_eagle, save_eagle_target, save_with_mtp
 from safetensors.torch import load_file, save_file
 from test_head_lossless import alone, said, settings_of
 
@@ -20,6 +20,7 @@ from adaptive.engines.cpu.kernels import library
 from adaptive.engines.head.engine import HeadEngine
 from adaptive.engines.head.module import VOCABULARY, WEIGHTS
 from adaptive.engines.load import Forward, forward_of
+from adaptive.errors import AdaptiveError
 from adaptive.measure import drafts_for_disk, makes_trees
 from adaptive.pair import Pair, grows_on, load_pair
 from adaptive.settings import load_settings
@@ -106,11 +107,19 @@ def test_answers_are_the_targets_own(target: Path, quantize: str, tmp_path: Path
         assert said(Assistant(pair, policy, None), PROMPTS) == right
 
 
+def test_a_head_that_reads_states_between_layers_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    target = save_eagle_target(tmp_path / "target")
+    head = save_eagle(target, tmp_path / "head", "speculators")
+    loaded: list[str] = []
+    with pytest.raises(AdaptiveError, match=r"reads the hidden states between its target's layers, which a pass with"):
+        load_pair(settings_of(target, head, memory="1GB"), lambda what, _: loaded.append(what))
+    assert loaded == ["tokenizers"]
+
+
 @pytest.mark.thorough
 def test_the_head_in_the_checkpoint_drafts(tmp_path: Path) -> None:
     layers = ["linear_attention", "linear_attention", "linear_attention", "full_attention", "full_attention"]
-    sizes = {"num_hidden_layers": len(layers), "layer_types": layers}
-    folder = save_with_mtp("qwen3_5_text", tmp_path / "target", **sizes)  # type: ignore[arg-type]
+    folder = save_with_mtp("qwen3_5_text", tmp_path / "target", num_hidden_layers=len(layers), layer_types=layers)
     settings = {"target": str(folder), "dtype": "float32"}
     resident, streamed = (load_pair(load_settings(settings | {"memory": memory})) for memory in (None, "2.4MB"))
     assert forward_of(streamed.target) is Forward.STREAMED

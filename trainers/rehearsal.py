@@ -151,11 +151,11 @@ def _sample(
 
 def draw(logits: torch.Tensor, random: torch.Generator) -> torch.Tensor:
     """A token of each row's distribution, (rows,), from logits (rows, vocabulary): where the sum of the probabilities
-    passes a random number. ``torch.multinomial`` draws a number for each token of the vocabulary instead, a quarter
-    of the work of sampling."""
+    reaches a random number above 0. ``torch.multinomial`` draws a number for each token of the vocabulary instead, a
+    quarter of the work of sampling."""
     sums = logits.softmax(-1).cumsum(-1)
-    passed = torch.rand(len(sums), 1, generator=random, device=sums.device) * sums[:, -1:]
-    return torch.searchsorted(sums, passed, right=True)[:, 0].clamp(max=sums.shape[1] - 1)
+    reached = (1.0 - torch.rand(len(sums), 1, generator=random, device=sums.device)) * sums[:, -1:]
+    return torch.searchsorted(sums, reached)[:, 0]
 
 
 class _Chat:

@@ -50,9 +50,8 @@ class NodesByCost(LengthPolicy):
     def __init__(self) -> None:
         self.rounds = 0
         self.weight = [0.0] * len(self.nodes)
-        self.accepted = [0.0] * len(
-            self.nodes
-        )  # accepted tokens of rounds of about that many nodes, times their weight
+        # Accepted tokens of rounds of about that many nodes, times their weight.
+        self.accepted = [0.0] * len(self.nodes)
         # Weighted sums over rounds of 1, n, n * n, seconds, n * seconds.
         self.sums = [0.0] * 5
         self.disturbed = 0  # disturbed rounds in a row

@@ -145,17 +145,19 @@ class HeadSequence:
         feature of that one."""
         if not self.engine.trees:
             raise no_trees(f"a head on {self.engine.head.config.model_type}")
-        self.tree.grown(parents)  # raises ValueError for one that does not exist
-        listed, count, begin, found = tokens if isinstance(tokens, list) else tokens.tolist(), len(tokens), 0, []
-        while begin < count:
-            above = len(self.tree)
-            end = next((at for at in range(begin, count) if parents[at] >= above), count)
-            tree = self.tree.grown(parents[begin:end])
-            found.append(
-                self._over_nodes(listed[begin:end], max(0, min(end - begin, rows - count + end)), tree).clone()
-            )
-            begin, self.tree = end, tree
-        return torch.cat(found) if found else self._logits(0, 0)
+        listed, count, held = tokens if isinstance(tokens, list) else tokens.tolist(), len(tokens), len(self.tree)
+        whole, begin, found = self.tree.grown(parents), 0, list[torch.Tensor]()
+        while True:
+            end = next((at for at in range(begin, count) if parents[at] >= held + begin), count)
+            tree = TokenTree(whole.parents[: held + end], whole.depths[: held + end])
+            wanted = max(0, min(end - begin, rows - count + end))
+            logits = self._over_nodes(listed[begin:end], wanted, tree)
+            if end == count:
+                break
+            found.append(logits.clone())  # the next pass writes to the same place
+            begin = end
+        self.tree = whole
+        return torch.cat([*found, logits]) if found else logits
 
     def _over_nodes(self, tokens: list[int], rows: int, tree: TokenTree) -> torch.Tensor:
         forward, cache, given = self.engine.cpu_forward, self.cache, self._given(self.length)
