@@ -308,7 +308,7 @@ def load_pair(settings: Settings, on_progress: Callable[[str, float], None] | No
     check_readable(target, settings, settings.device)
     has_head = (draft is not None and draft.head is not None) or (grows and refused is None)
     if has_head:
-        check_head(draft, settings)
+        check_head(settings)
     if draft is not None:
         check_readable(draft, settings, where, draft=True)
     budget.check(target, draft, grows and refused is None, settings)

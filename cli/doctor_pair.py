@@ -146,7 +146,7 @@ def _forwards(settings: Settings) -> Iterator[Finding]:
     from adaptive.engines.head.kinds import HeadKind
     from adaptive.engines.hf import tried
     from adaptive.engines.hf.kinds import Kinds
-    from adaptive.engines.load import beside_eagle, choose_forward, read_config
+    from adaptive.engines.load import choose_forward, eagle_on, read_config
     from adaptive.engines.slower import NO_ROOM
     from adaptive.pair import sources
 
@@ -159,8 +159,8 @@ def _forwards(settings: Settings) -> Iterator[Finding]:
             continue
         is_draft = role == "draft"
         device = (settings.draft_device or settings.device) if is_draft else settings.device
-        if eagle:
-            chosen = beside_eagle(choose_forward(target, settings, settings.device))[is_draft]
+        if eagle and is_draft:
+            chosen = eagle_on(choose_forward(target, settings, settings.device))
         else:
             chosen = choose_forward(source, settings, device, draft=is_draft)
         needs.append(need(source, settings, device, is_draft, needs[0] if needs else None))

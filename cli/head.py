@@ -124,8 +124,8 @@ def _grow(
         )
     if settings.memory is not None:
         raise AdaptiveError(
-            "an EAGLE-3 head reads the hidden states between its target's layers, which a pass with --memory does not "
-            "keep; leave --memory out (`adaptive chat` and `adaptive serve` grow a head of another kind with it)"
+            "the hidden states that a head for other servers is grown on are computed with the whole target in memory; "
+            "leave --memory out (`adaptive chat` and `adaptive serve` grow a head of another kind with it)"
         )
     check(target, None, False, settings)
     identity = pair_identity(settings)

@@ -28,7 +28,7 @@ from adaptive.engines.hf.cache import GROWTH
 from adaptive.engines.hf.engine import TransformersEngine, TransformersSequence
 from adaptive.engines.hf.graphs import SIZES as TOKENS
 from adaptive.engines.load import Choice as ChosenForward
-from adaptive.engines.load import Forward, beside_eagle
+from adaptive.engines.load import Forward, eagle_on
 from adaptive.pair import Pair, load_pair
 from adaptive.sampling import LogitsProcessor
 from adaptive.settings import load_settings
@@ -230,8 +230,7 @@ def test_a_proposal_after_tokens_of_others_is_recorded() -> None:
 
 
 def test_a_head_that_reads_layers_is_recorded_where_its_target_is() -> None:
-    target, head = beside_eagle(ChosenForward(Forward.CUDA_GRAPHS, "cuda:0", torch.bfloat16))
-    assert target.forward is head.forward is Forward.CUDA_GRAPHS
+    assert eagle_on(ChosenForward(Forward.CUDA_GRAPHS, "cuda:0", torch.bfloat16)).forward is Forward.CUDA_GRAPHS
 
 
 def stops(below: float) -> Stopping:

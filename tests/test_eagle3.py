@@ -20,11 +20,13 @@ from transformers import AutoModelForCausalLM
 
 from adaptive.assistant import Assistant, length_policy
 from adaptive.control.policy import FixedLength
+from adaptive.engines.cpu import kernels
 from adaptive.engines.cpu.forward import FEW
 from adaptive.engines.head.eagle import Eagle3Head, EagleConfig, read_eagle
 from adaptive.engines.head.engine import HeadEngine
 from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.load import forward_of
+from adaptive.engines.protocol import ExtendCall
 from adaptive.errors import AdaptiveError
 from adaptive.pair import Pair, load_pair, pair_identity
 from adaptive.settings import Settings, load_settings
@@ -161,17 +163,18 @@ def test_logits_are_those_of_the_formulas(
     assert not torch.allclose(other[:, some] / scale, right[:known][:, some] / scale, atol=0.01)
 
 
-@pytest.mark.parametrize("forward", ["layers", "torch", "transformers"])
+@pytest.mark.parametrize("forward", ["one call", "layers", "torch", "transformers"])
 def test_a_target_keeps_the_states_before_several_layers(
     target: Path, forward: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if forward == "torch":
-        from adaptive.engines.cpu import kernels
-
         monkeypatch.setattr(kernels, "library", lambda: None)
     engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32))
     if forward == "transformers":
         engine.cpu_forward = None
+    if engine.cpu_forward is not None:
+        assert engine.cpu_forward.fused == (kernels.library() is not None)
+        engine.cpu_forward.fused &= forward == "one call"
     engine.give_features_before((*TAPS, 5))
     assert engine.feature_width == 4 * 64
     tokens = torch.randint(3, 4096, (FEW + 9,), generator=torch.Generator().manual_seed(2))
@@ -191,6 +194,13 @@ def test_a_target_keeps_the_states_before_several_layers(
         other = engine.sequence(features=True)
         other.extend(torch.cat([tokens, torch.tensor([6, 7])]), 1)
         torch.testing.assert_close(held.features(done, done + 2), other.features(done, done + 2), rtol=1e-3, atol=1e-3)
+        after = [ExtendCall(held, tokens[:3], 1), ExtendCall(other, tokens[3:7], 2)]
+        engine.together.extend(after)
+        for call, sequence in zip(after, (held, other), strict=True):
+            alone = engine.sequence(features=True)
+            alone.extend(torch.cat([tokens, torch.tensor([6, 7]), call.tokens]), 1)
+            ends = done + 2, done + 2 + len(call.tokens)
+            torch.testing.assert_close(sequence.features(*ends), alone.features(*ends), rtol=1e-3, atol=1e-3)
     with pytest.raises(AdaptiveError, match="before layers"):
         engine.give_features_before((1, 6))
 

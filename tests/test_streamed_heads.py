@@ -20,7 +20,6 @@ from adaptive.engines.cpu.kernels import library
 from adaptive.engines.head.engine import HeadEngine
 from adaptive.engines.head.module import VOCABULARY, WEIGHTS
 from adaptive.engines.load import Forward, forward_of
-from adaptive.errors import AdaptiveError
 from adaptive.measure import drafts_for_disk, makes_trees
 from adaptive.pair import Pair, grows_on, load_pair
 from adaptive.settings import load_settings
@@ -107,13 +106,24 @@ def test_answers_are_the_targets_own(target: Path, quantize: str, tmp_path: Path
         assert said(Assistant(pair, policy, None), PROMPTS) == right
 
 
-def test_a_head_that_reads_states_between_layers_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["speculators", pytest.param("specforge", marks=pytest.mark.thorough)])
+def test_an_eagle_head_reads_states_between_layers_on_disk(form: str, tmp_path: Path) -> None:
     target = save_eagle_target(tmp_path / "target")
-    head = save_eagle(target, tmp_path / "head", "speculators")
-    loaded: list[str] = []
-    with pytest.raises(AdaptiveError, match=r"reads the hidden states between its target's layers, which a pass with"):
-        load_pair(settings_of(target, head, memory="1GB"), lambda what, _: loaded.append(what))
-    assert loaded == ["tokenizers"]
+    head = save_eagle(target, tmp_path / "head", form)
+    resident, streamed = (load_pair(settings_of(target, head, memory=memory)) for memory in (None, "2.6MB"))
+    assert forward_of(streamed.target) is Forward.STREAMED
+    assert streamed.target.cpu_forward.plan.stream is not None  # type: ignore[attr-defined]
+    assert said(Assistant(streamed, FixedLength(4), None), PROMPTS, most=40) == alone(resident, PROMPTS, 40)
+    seen = rounds(streamed)
+    assert seen == rounds(resident)
+    assert any(accepted for answer in seen for _, accepted in answer)
+    tokens = torch.randint(3, 4096, (700,), generator=torch.Generator().manual_seed(2))  # more than one native call
+    held = [pair.target.sequence(features=True) for pair in (resident, streamed)]
+    for sequence in held:
+        sequence.extend(tokens, 1)
+    assert torch.equal(*(sequence.features(0, len(tokens)) for sequence in held))
+    policy = length_policy(load_settings({}), disk=drafts_for_disk(streamed), trees=makes_trees(streamed))
+    assert isinstance(policy, LengthByCost)
 
 
 @pytest.mark.thorough

@@ -191,14 +191,10 @@ def _streamed_choice(source: Source, settings: Settings, device: str) -> Choice:
     return Choice(Forward.STREAMED, where, dtype, int8)
 
 
-def beside_eagle(chosen: Choice) -> tuple[Choice, Choice]:
-    """The choice for a target, otherwise run as ``chosen``, whose layers an EAGLE-3 head reads, and for that head."""
-    target, head = chosen.forward, Forward.TRANSFORMERS
-    if target is Forward.CPU_FUSED:
-        target = Forward.CPU_NATIVE
-    if target is Forward.CUDA_GRAPHS:
-        head = target
-    return dataclasses.replace(chosen, forward=target), Choice(head, chosen.device, chosen.dtype)
+def eagle_on(target: Choice) -> Choice:
+    """The choice for an EAGLE-3 head on a target that runs as chosen."""
+    forward = Forward.CUDA_GRAPHS if target.forward is Forward.CUDA_GRAPHS else Forward.TRANSFORMERS
+    return Choice(forward, target.device, target.dtype)
 
 
 def forward_of(engine: Engine) -> Forward:

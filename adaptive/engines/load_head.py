@@ -27,16 +27,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("adaptive.engines")
 
 
-def check_head(source: Source | None, settings: Settings) -> None:
-    """Raise AdaptiveError for settings that the head of ``source`` (None: one to be grown) does not work with, before
-    any weights are read."""
+def check_head(settings: Settings) -> None:
+    """Raise AdaptiveError for settings that no head works with, before any weights are read."""
     import torch
-
-    if settings.memory is not None and source is not None and source.head is HeadKind.EAGLE3:
-        raise AdaptiveError(
-            f"{source.id} reads the hidden states between its target's layers, which a pass with --memory does not "
-            "keep; name a model, or leave --draft out for a head that is grown here"
-        )
 
     def place(name: str) -> tuple[str, int]:
         device = torch.device(name)
@@ -96,7 +89,7 @@ def _head(
         with weights_progress(lambda share: None):
             return MtpHead(target.model if beside is None else target_of_parts(beside, beside.dtype), source.folder)
     if source is not None and source.head is HeadKind.EAGLE3:
-        eagle = Eagle3Head(shared_of_model(target.model), source.folder)
+        eagle = Eagle3Head(beside or shared_of_model(target.model), source.folder)
         target.give_features_before(eagle.taps)
         return eagle
     parts = beside or parts_of_model(target.model)

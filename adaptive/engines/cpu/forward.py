@@ -76,8 +76,8 @@ class CpuForward:
             found = library()
             assert found is not None
             self.sampling = CpuSampling(found)
-        # The hidden states before these layers are kept; None: those behind the last layer.
-        self._feature_layers: tuple[int, ...] | None = None
+        # The hidden states before these layers are kept; empty: those behind the last layer.
+        self._taps: tuple[int, ...] = ()
         self._thresholds: WeakKeyDictionary[Thresholds, Any] = WeakKeyDictionary()
         self._decoder: Any = None  # made again after linear layers change
         # For passes over a few tokens. A prompt is mostly arithmetic, which gains from all of torch's threads.
@@ -105,12 +105,12 @@ class CpuForward:
         panel, width = 1 if found is None else found.panel, p.width if features else 0
         nets = [layer.delta for layer in p.layers if layer.delta is not None]
         states = None if p.delta is None else States(p.delta, nets)
-        kept = self._feature_layers or (len(p.layers),)
-        return CpuCache(p.cache_shapes, self.cache_dtype, p.device, width, panel, states, kept)
+        taps = self._taps or (len(p.layers),)
+        return CpuCache(p.cache_shapes, self.cache_dtype, p.device, width, panel, states, taps)
 
     def give_features_before(self, layers: tuple[int, ...]) -> None:
-        """Make caches keep the residual stream before these layers, side by side. Passes are no longer ``fused``."""
-        self._feature_layers, self.fused = layers, False
+        """Make caches keep the residual stream before these layers, side by side; for caches made from now on."""
+        self._taps, self._decoder = layers, None
 
     def use(self, plan: Plan) -> None:
         """Take over changed weights: ``plan`` is of the same model, read again."""
@@ -335,7 +335,7 @@ class CpuForward:
         """The native ``Decoder`` of the plan as it is now; passes must be ``fused``."""
         if self._decoder is None:
             assert self._attentions is not None
-            self._decoder = decoder(self.plan, self._attentions)
+            self._decoder = decoder(self.plan, self._attentions, self._taps)
         return self._decoder
 
     def _pass(self, tokens: torch.Tensor, rows: int, cache: CpuCache, tree: TokenTree | None) -> torch.Tensor:

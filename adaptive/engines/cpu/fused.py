@@ -58,8 +58,9 @@ def _gates(plan: Plan) -> set[Prologue | None]:
     return {gate.prologue for gate in (*(layer.mlp.gate for layer in plan.layers), *inputs)}
 
 
-def decoder(plan: Plan, attentions: Sequence[Attention | None]) -> Any:
-    """The native ``Decoder`` of a plan that ``fits``, with its current linear layers. The plan must outlive it."""
+def decoder(plan: Plan, attentions: Sequence[Attention | None], taps: Sequence[int] = ()) -> Any:
+    """The native ``Decoder`` of a plan that ``fits``, with its current linear layers. The plan must outlive it.
+    ``taps``: the layers before which features are kept; none: behind the last."""
     found = library()
     assert found is not None
     native, fuse = found.module, plan.fuse
@@ -79,6 +80,7 @@ def decoder(plan: Plan, attentions: Sequence[Attention | None]) -> Any:
         feature_norm=native_norm(None if fuse is None else fuse.feature_norm),
         stream=plan.stream,
         ids=0 if plan.ids is None else plan.ids.data_ptr(),
+        taps=list(taps),
     )
 
 

@@ -344,8 +344,8 @@ class TransformersEngine:
 
     def give_features_before(self, layers: tuple[int, ...]) -> None:
         """From now on, features are the hidden states before these layers, side by side; the total number of layers
-        stands for those before the final norm. Our own forward then computes layer by layer. Call it before any
-        sequence that keeps features is made. Raises AdaptiveError if the model's layers are not known."""
+        stands for those before the final norm. Call it before any sequence that keeps features is made. Raises
+        AdaptiveError if the model's layers are not known."""
         self._features.name(layers)
         if self.short is not None:
             self.short.layers_read = layers

@@ -43,9 +43,9 @@ struct Fuse {
   Norm token_norm, feature_norm;
 };
 
-// Hidden states by position, (length, width), behind the last layer and before the final norm. A pass writes those of
-// its tokens into `kept` unless it is null. A head reads those of the first `known` tokens from `given`, others from
-// `kept`.
+// Hidden states by position: (length, width) behind the last layer and before the final norm, or (length, taps * width)
+// before the layers `Decoder::taps`, side by side. A pass writes those of its tokens into `kept` unless it is null. A head
+// reads those of the first `known` tokens from `given`, others from `kept`.
 struct Features {
   float* kept = nullptr;
   const float* given = nullptr;
@@ -99,6 +99,8 @@ struct Decoder {
   Fuse fuse;
   Stream* stream;  // reads the weights of some layers; or null
   const int64_t* ids;  // (head->out,), the tokens of the logits, increasing; null for the whole vocabulary
+  // The layers before which features are kept, their number standing for behind the last; empty: behind the last.
+  std::vector<int32_t> taps;
 
   // The number of layers up to the last one that writes a cache or state for later tokens.
   int writing() const {
@@ -270,6 +272,24 @@ void shorten(Text* texts, int count, int stride) {
   }
 }
 
+// Copies rows x (n, width) of the texts in turn to their places among the features, where the tap numbered `tap` of
+// `taps` lies.
+void keep(const Text* texts, int count, const float* x, int width, int taps, int tap) {
+  for (int t = 0; t < count; x += size_t(texts[t++].count) * width) {
+    float* to = texts[t].features.kept;
+    if (!to) continue;
+    for (int i = 0; i < texts[t].count; i++)
+      std::copy_n(x + size_t(i) * width, width, to + (size_t(texts[t].place() + i) * taps + tap) * width);
+  }
+}
+
+// Copies the rows x that are the residual stream before a layer, wherever features are kept of it.
+void keep_before(const Decoder& d, int layer, const Text* texts, int count, const float* x, int width) {
+  const int taps = int(d.taps.size());
+  for (int tap = 0; tap < taps; tap++)
+    if (d.taps[tap] == layer) keep(texts, count, x, width, taps, tap);
+}
+
 // Caps logits (count,). Each uses the same vector operations wherever it stands, so its result does not depend on that.
 void cap_logits(float* logits, size_t count, float softcap, int threads) {
   run(threads, [&](int64_t number, int64_t parts) {
@@ -295,8 +315,9 @@ bool decode(const Decoder& d, const int64_t* tokens, const Text* given, int coun
   for (int i = 0; i < n; i++)
     if (tokens[i] < 0 || tokens[i] >= d.vocab) return false;
   const int width = d.head->in, size = d.inputs.norm.width, stride = d.inputs.embedding.width, writing = d.writing();
-  // Features are the final residual stream: for a single text the stream is computed where its features are kept.
-  float* kept = count == 1 ? texts->features.kept : nullptr;
+  // Where features are the final residual stream of a single text, the stream is computed where they are kept.
+  const bool final_ones = d.taps.empty();
+  float* kept = count == 1 && final_ones ? texts->features.kept : nullptr;
   float* x = kept ? kept + size_t(texts->place()) * width : scratch<float, 7>(size_t(n) * width);
   if (d.fuse.linear)
     fuse(d, tokens, *texts, x, threads);
@@ -307,6 +328,7 @@ bool decode(const Decoder& d, const int64_t* tokens, const Text* given, int coun
   for (int number = 0; number < int(d.layers.size()); number++) {
     const Layer& layer = d.layers[number];
     if (d.stream) d.stream->wait(number);
+    if (featured) keep_before(d, number, texts, count, x, width);
     if (n) add_attended(layer, texts, count, recurring, x, n, threads);
     recurring += !!layer.delta;
     if (number + 1 == writing && !featured) {  // later tokens read nothing else: keep only rows with wanted logits
@@ -323,15 +345,15 @@ bool decode(const Decoder& d, const int64_t* tokens, const Text* given, int coun
     }
     if (d.stream) d.stream->done(number);
   }
+  if (!final_ones)
+    keep_before(d, int(d.layers.size()), texts, count, x, width);
+  else if (count > 1)
+    keep(texts, count, x, width, 1, 0);
   const float* wanted = x + size_t(n - rows) * width;
   if (count > 1) {
     float* gathered = scratch<float, 19>(size_t(rows) * width);
     gather(texts, count, x, width, gathered);
     wanted = gathered;
-    const float* row = x;
-    for (int t = 0; t < count; row += size_t(texts[t++].count) * width)
-      if (float* place = texts[t].features.kept)
-        std::memcpy(place + size_t(texts[t].place()) * width, row, size_t(texts[t].count) * width * sizeof(float));
   }
   if (rows) apply_normed(d.head, wanted, logits, rows, threads, d.final_norm);
   if (d.softcap) cap_logits(logits, size_t(rows) * d.head->out, d.softcap, threads);

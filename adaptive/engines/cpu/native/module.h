@@ -409,15 +409,18 @@ void bind(nb::module_& m) {
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__", [](Decoder* self, std::vector<Layer> layers, int stride, const Linear& head, Embedding embedding,
                           Norm final_norm, int gate, int vocab, float softcap, const PerLayerInputs* inputs, const Linear* fuse,
-                          Norm token_norm, Norm feature_norm, Stream* stream, Address ids) {
+                          Norm token_norm, Norm feature_norm, Stream* stream, Address ids, std::vector<int32_t> taps) {
         for (const Layer& layer : layers)
           if (layer.attention && layer.attention->stride != stride) throw nb::value_error("rotations of another stride");
+        for (const int32_t tap : taps)
+          if (tap < 0 || tap > int(layers.size())) throw nb::value_error("features before a layer that there is not");
         new (self) Decoder{std::move(layers), stride, &head, embedding, final_norm, gate, vocab, softcap,
-                           inputs ? *inputs : PerLayerInputs{}, {fuse, token_norm, feature_norm}, stream, to<int64_t>(ids)};
+                           inputs ? *inputs : PerLayerInputs{}, {fuse, token_norm, feature_norm}, stream, to<int64_t>(ids),
+                           std::move(taps)};
       }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>(),
       nb::keep_alive<1, 14>(), arg("layers"), arg("stride"), arg("head"), arg("embedding"), arg("final_norm"), arg("gate"),
       arg("vocab"), arg("softcap"), arg("inputs").none(), arg("fuse").none(), arg("token_norm"), arg("feature_norm"),
-      arg("stream").none() = nullptr, arg("ids") = 0)
+      arg("stream").none() = nullptr, arg("ids") = 0, arg("taps") = std::vector<int32_t>())
       .def("__call__", [](const Decoder& self, const Tokens& tokens, int rows, Address cos_sin, Address caches, int64_t capacity,
                           int start, Address kept, Address given, int known, Address logits, const Recall* recall,
                           int threads, const Tree* tree) {
