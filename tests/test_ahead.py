@@ -333,7 +333,7 @@ def answers(assistant: Assistant, prompts: list[str], sampling: SamplingParams, 
     return [[step.token for step in assistant.chat([Message("user", one)], sampling, stop)] for one in prompts]
 
 
-@pytest.mark.thorough(but="trees-greedy")
+@pytest.mark.thorough
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seed"])
 @pytest.mark.parametrize("policy", [FixedLength(5), FixedLength(24, True)], ids=["chains", "trees"])
 def test_a_streamed_target_says_what_it_says_alone(

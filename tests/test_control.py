@@ -202,7 +202,7 @@ def test_plain_decoding_is_held_against_what_it_costs_by_itself(attentive: bool,
     assert world.tokens / world.seconds > 0.97 / (0.7 + TABLE.overhead_s + TABLE.token_s)
 
 
-@pytest.mark.thorough(but="True")
+@pytest.mark.thorough
 @pytest.mark.parametrize("attentive", [True, False])
 def test_a_draft_that_has_become_useful_is_found_where_tries_are_dear(attentive: bool) -> None:
     """Consecutive plain steps are cheap, and in each try the draft must catch up with the tokens since the last one.

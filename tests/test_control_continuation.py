@@ -61,7 +61,7 @@ def test_several_rounds_at_once_count_as_one_by_one() -> None:
     assert at_once.free_a_round_left() == pytest.approx(singly.free_a_round_left())
 
 
-@pytest.mark.thorough(but="2.6")
+@pytest.mark.thorough
 @pytest.mark.parametrize("dear", [2.6, 3.0])
 def test_history_that_finds_nothing_leaves_the_drafts_as_they_are(dear: float) -> None:
     """On text where drafting brings some percent, chance must not end it more often than without history."""

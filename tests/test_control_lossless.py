@@ -89,7 +89,7 @@ def run_loop(
     return counts, drafted
 
 
-@pytest.mark.thorough(but="by-confidence")
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", [Stopping(2), GoodputLength(CHEAP)], ids=["by-confidence", "goodput"])
 def test_a_draft_that_ends_early_leaves_the_distribution_alone(
     models: tuple[TransformersEngine, TransformersEngine],  # noqa: F811

@@ -209,7 +209,7 @@ def held_logits(engine: TransformersEngine, tokens: torch.Tensor) -> torch.Tenso
     return engine.sequence().extend(tokens, 1)
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module", params=[pytest.param("specforge", marks=pytest.mark.thorough), "speculators"])
 def pair(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = save_eagle(target, tmp_path_factory.mktemp(request.param) / "head", request.param)
     found = load_pair(settings_of(target, folder))

@@ -234,6 +234,7 @@ def test_a_target_on_which_none_can_grow_is_refused_before_its_states_are_comput
     assert not told
 
 
+@pytest.mark.thorough(but="olmo2")
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "olmo2"])
 def test_it_begins_with_the_mlp_of_a_layer_only_behind_the_norm_that_is_there(kind: str, log: Path) -> None:
     """Qwen 3.5 stores a norm's factors less one; OLMo 2 gives the name of Llama's norm to one behind the attention."""
@@ -256,7 +257,7 @@ def test_other_weights_in_its_folder_are_not_taken_for_its_own(tmp_path: Path) -
         check_other_weights(tmp_path)
 
 
-@pytest.mark.thorough(but="qwen3")
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["gemma3_text", "qwen3"])
 def test_other_families_grow_one_too(kind: str, tmp_path: Path) -> None:
     """Gemma's norms store their factors less one and its MLP is another; Qwen 3's heads are wider than its model."""

@@ -80,7 +80,7 @@ class Always(LengthPolicy):
         pass
 
 
-@pytest.mark.thorough(but="head-behind-4")
+@pytest.mark.thorough
 @pytest.mark.parametrize("some", [pytest.param(1, marks=pytest.mark.long, id="twenty-prompts"), 4])
 @pytest.mark.parametrize("policy", ["front", "behind", "chosen"])
 @pytest.mark.parametrize("draft", ["model", "head"])

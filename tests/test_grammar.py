@@ -152,6 +152,7 @@ AS = notation('root ::= "a" root | "a"')
 LIMITS = [LLParserLimits(max_items_in_row=50), LLParserLimits(step_max_items=50)]
 
 
+@pytest.mark.thorough(but="consuming")
 @pytest.mark.parametrize("limits", LIMITS, ids=["consuming", "mask"])
 def test_an_answer_fails_where_its_grammar_does_with_every_draft(limits: LLParserLimits) -> None:
     """Drafted tokens behind which the matcher fails change nothing, unless they are accepted."""
@@ -232,6 +233,7 @@ def test_the_policy_goes_on_behind_a_stretch_longer_than_it_ever_drafts(opened: 
     assert max(one.drafted for one in said.rounds if one.drafter == "grammar") > LONGEST
 
 
+@pytest.mark.thorough(but="4")
 @pytest.mark.parametrize("length", [0, 4])
 def test_an_answer_whose_grammar_grows_too_large_ends_with_an_error(opened: OpenedPair, length: int) -> None:
     parts = " ".join(f'"{number} "?' for number in range(2500))

@@ -131,6 +131,7 @@ def test_before_its_first_step_a_head_says_what_follows_from_token_and_state(
     torch.testing.assert_close(head.own()["fuse.weight"], started, msg="what has started does not start again")
 
 
+@pytest.mark.thorough
 def test_an_interrupted_run_is_gone_on_with(tmp_path: Path, spoken: list[Generation]) -> None:
     spool, head, store = keep(tmp_path, spoken), new_head(tmp_path), AdapterStore(tmp_path / "adapters")
     log, state, seen, short = tmp_path / "records.db", tmp_path / "state", [0], replace(SHORT, epochs=2, evaluations=8)
@@ -153,7 +154,7 @@ def test_an_interrupted_run_is_gone_on_with(tmp_path: Path, spoken: list[Generat
     assert not again.stopped
 
 
-@pytest.mark.thorough(but="False")
+@pytest.mark.thorough
 @pytest.mark.parametrize("more", [False, True])
 def test_an_interrupted_run_whose_hidden_states_are_gone_is_given_up(
     tmp_path: Path, spoken: list[Generation], more: bool

@@ -122,7 +122,7 @@ def test_greedy_and_seeded_output_equal_the_target_alone(ours: bool, prompts: li
     assert said(assistant, prompts[:2], seeded, 40) == said(plain, prompts[:2], seeded, 40)
 
 
-@pytest.mark.thorough(but="int8")
+@pytest.mark.thorough
 @pytest.mark.parametrize("int8", [False, True], ids=["shared", "int8"])
 def test_a_swap_within_an_answer_to_fewer_tokens_and_back_changes_no_token_of_it(
     int8: bool, prompts: list[str], tmp_path: Path

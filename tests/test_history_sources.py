@@ -346,7 +346,7 @@ def test_what_is_hardly_accepted_is_left_alone() -> None:
     assert led(who) == 0
 
 
-@pytest.mark.thorough(but="pair-ours")
+@pytest.mark.thorough
 @pytest.mark.parametrize("linear_layers", ["ours", "torch's"], indirect=True)
 @pytest.mark.parametrize("draft", [True, False], ids=["pair", "target-alone"])
 def test_greedy_output_is_the_targets_own_under_the_choice(

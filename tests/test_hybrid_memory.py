@@ -16,6 +16,7 @@ from adaptive.engines.cpu.delta import HELD
 from adaptive.engines.state_checkpoints import CHECKPOINTS
 
 
+@pytest.mark.thorough(but="our own forward")
 @pytest.mark.parametrize("ours", [True, False], ids=["our own forward", "transformers'"])
 def test_eight_thousand_tokens_take_no_more_states_than_two_thousand(ours: bool) -> None:
     if ours and kernels.library() is None:

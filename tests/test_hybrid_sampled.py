@@ -67,6 +67,7 @@ def test_a_hybrid_by_transformers_forward_samples_from_the_target() -> None:
     assert p_value(run_loop(models, PARAMS[1], length=2, runs=600), exact) > 0.001
 
 
+@pytest.mark.thorough
 def test_a_state_that_is_not_taken_back_fails_the_same_test(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     exact, taken_back = exact_distribution(models[0], PARAMS[1]), States.rollback
 

@@ -133,7 +133,9 @@ def test_what_it_drafted_leaves_no_trace(tmp_path: Path) -> None:
         torch.testing.assert_close(copied.extend(tokens[length:45], 4), right, rtol=0, atol=1e-4)
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe", "qwen3_5_text"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("deepseek_v3", marks=pytest.mark.thorough), "glm4_moe", "qwen3_5_text"]
+)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Loaded with --draft auto, since these checkpoints have a head."""
     folder = save_with_mtp(request.param, tmp_path_factory.mktemp(request.param) / "target")

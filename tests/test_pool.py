@@ -35,6 +35,7 @@ def on_a_thread_of_its_own(linear: kernels.NativeLinear, x: torch.Tensor, thread
         return pool.submit(product, linear, x, threads).result()
 
 
+@pytest.mark.thorough(but="5")
 @pytest.mark.parametrize("rows", [1, 5, 40])
 def test_a_product_is_the_same_on_any_number_of_threads(linear: kernels.NativeLinear, rows: int) -> None:
     x = torch.randn(rows, 256)

@@ -191,7 +191,7 @@ class DropsAfterDrawing(QueuedDrafter):
         return proposal
 
 
-@pytest.mark.thorough(but="fixed")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("policy", "kind", "right"),
     [

@@ -81,6 +81,7 @@ def test_a_record_is_written_before_all_old_ones_are_deleted(
         wait_for(path, MANY // 100)
 
 
+@pytest.mark.thorough
 def test_closing_does_not_wait_for_the_deletion_and_the_next_start_continues_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

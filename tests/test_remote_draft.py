@@ -97,7 +97,12 @@ CHAINS, TREES = FixedLength(5), FixedLength(24, True)
 
 @pytest.mark.parametrize(
     ("sampling", "policy"),
-    [(GREEDY, CHAINS), (GREEDY, TREES), (SAMPLED, CHAINS), (replace(SAMPLED, repetition_penalty=1.3), TREES)],
+    [
+        (GREEDY, CHAINS),
+        pytest.param(GREEDY, TREES, marks=pytest.mark.thorough),
+        pytest.param(SAMPLED, CHAINS, marks=pytest.mark.thorough),
+        (replace(SAMPLED, repetition_penalty=1.3), TREES),
+    ],
     ids=["greedy-chains", "greedy-trees", "seed-chains", "seed-penalty-trees"],
 )
 def test_the_text_is_the_targets_own(

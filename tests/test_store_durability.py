@@ -139,7 +139,7 @@ def killed_before_change(root: Path, number: int, work: Callable[[AdapterStore],
     return status != 0
 
 
-@pytest.mark.thorough(but="publish")
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize(
     ("work", "possible"),

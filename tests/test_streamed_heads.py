@@ -62,6 +62,7 @@ def rounds(pair: Pair) -> list[list[tuple[int, int]]]:
     return found
 
 
+@pytest.mark.thorough(but="untied")
 @pytest.mark.parametrize("target", LITTLE, indirect=True)
 def test_it_drafts_what_it_drafts_for_the_target_in_memory(target: Path, tmp_path: Path) -> None:
     memory = LITTLE["tied" if target == BUNDLED / "target" else "untied"]

@@ -180,6 +180,7 @@ def test_a_second_round_is_judged_against_the_adapter_in_use(tmp_path: Path, log
     assert before == pytest.approx(first.verdict.recent.acceptance_after.mean, abs=0.02)
 
 
+@pytest.mark.thorough
 def test_a_better_recipe_on_the_same_records_is_judged_on_all_that_was_held_out(tmp_path: Path, log: Path) -> None:
     store = AdapterStore(tmp_path / "adapters")
     brief = distill(log, store, BASE, small_draft(), Recipe(**{**SHORT.to_json(), "epochs": 1}), promotion="force")

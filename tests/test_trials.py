@@ -28,6 +28,7 @@ ENDLESS = {
 USABLE = json_schema({"type": "object", "properties": {"a": {"type": "string"}}})
 
 
+@pytest.mark.thorough(but="patterns")
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_grammar_that_takes_too_long_is_refused_and_the_next_is_not(name: str) -> None:
     async def run() -> None:
