@@ -15,7 +15,7 @@ from test_lossless_sampled import PROMPT, VOCAB, exact_distribution, models, p_v
 
 from adaptive.answering import Question
 from adaptive.assistant import Assistant, encode_chat
-from adaptive.control.policy import FixedLength
+from adaptive.control.policy import FixedLength, TreeAdviser
 from adaptive.decoding.round import speculative_round
 from adaptive.decoding.verifier import Verifier
 from adaptive.drafting.tree import TreeDrafter
@@ -29,6 +29,7 @@ from adaptive.records.log import Log
 from adaptive.records.writer import LogWriter
 from adaptive.sampling import LogitsProcessor, transform_logits
 from adaptive.settings import fixed_draft_length, load_settings
+from adaptive.tokens import Ids
 from adaptive.types import TREE, Message, SamplingParams, StopParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -67,6 +68,43 @@ def test_its_nodes_are_the_likeliest_texts(models: tuple[TransformersEngine, Tra
         texts.append((*(texts[parent] if parent >= 0 else ()), int(token)))
     assert set(texts) == likeliest_texts(draft, 3, count)
     TokenTree().grown(found.parents)  # parents come first
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 3.0])
+def test_an_adviser_ends_it_where_nodes_are_too_unlikely(
+    models: tuple[TransformersEngine, TransformersEngine],  # noqa: F811
+    sharpness: float,
+) -> None:
+    """A node's probability is that of its tokens by the draft, raised to a power, in turn."""
+    draft, advise = models[1], TreeAdviser()
+    advise.sharpness, advise.least = sharpness, [0.02]
+    drafter, asked = drafter_of(draft, GREEDY, depth=2), list[int]()
+    extend = drafter.sequence.extend
+
+    def noted(tokens: Ids, rows: int, parents: list[int] | None = None) -> torch.Tensor:
+        asked.append(rows)
+        return extend(tokens, rows, parents)
+
+    drafter.sequence.extend = noted  # type: ignore[method-assign]
+    found = drafter.propose(PROMPT, 40, advise)
+    assert found is not None
+    assert found.parents is not None
+    texts, probabilities = list[tuple[int, ...]](), list[float]()
+    for token, parent in zip(found.tokens, found.parents, strict=True):
+        texts.append((*(texts[parent] if parent >= 0 else ()), int(token)))
+        logits = sharpness * draft.sequence().extend([*PROMPT, *texts[-1][:-1]], 1)[0].float()
+        probabilities.append((probabilities[parent] if parent >= 0 else 1.0) * float(logits.softmax(-1)[token]))
+    assert 2 < len(texts) < 40
+    assert min(probabilities) >= 0.02
+    assert advise.expected == pytest.approx(sum(probabilities), rel=1e-4)
+    if sharpness == 1.0:
+        assert set(texts) == likeliest_texts(draft, 3, len(texts))
+    assert sum(asked) <= 1 + len(texts)  # what is too unlikely itself is not extended
+    advise.least = []
+    assert drafter_of(draft, GREEDY).propose(PROMPT, 40, advise) is not None
+    assert advise.expected > sum(probabilities)
+    advise.least = [1.1]
+    assert drafter_of(draft, GREEDY).propose(PROMPT, 40, advise) is None
 
 
 def test_answers_at_once_get_trees_too() -> None:

@@ -2,19 +2,29 @@
 whose passes are slow and hardly slower for more tokens.
 
 A round of n nodes takes about c0 + c1 * n seconds and commits one token more than are accepted. c0 and c1 are learned
-by least squares over discounted rounds. The accepted tokens are learned as a running mean at each number of nodes,
+by least squares over discounted rounds. Nothing is measured before: a few rounds are enough.
+
+A draft that asks about each node (``TreeAdviser``) drafts it if the target's text leads through it with a probability
+of at least the node's seconds times the tokens per second of such rounds: one more node pays if it brings tokens faster
+than rounds do. What a node takes is known by its place: beside the reading of weights the first ones are nearly free.
+The probabilities are the draft's own, raised to a power that is learned: it is moved until as many tokens are accepted
+as they sum to.
+
+For other drafts (chains; a draft server) the accepted tokens are learned as a running mean at each number of nodes,
 shrunk towards b * log2(1 + n) with one b for all: doubling the nodes of a best-first tree adds about the same each
 time. The number with the most expected tokens per second is chosen, among them 0, plain decoding. From time to time a
-neighbour of it is tried. Earlier text that is expected to bring more than the best tree is proposed in its place.
-Nothing is measured before: a few rounds are enough.
+neighbour of it is tried.
+
+Earlier text that is expected to bring more than the best tree is proposed in its place.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
-from adaptive.control.policy import Lead, LengthPolicy, Scope, SharedLength
+from adaptive.control.policy import Adviser, Lead, LengthPolicy, Scope, SharedLength, TreeAdviser
 from adaptive.types import Round
 
 # Numbers of nodes to choose from. Larger trees bring hardly more accepted tokens, and their arithmetic becomes visible
@@ -25,6 +35,9 @@ LENGTHS = (0, 2, 4, 8, 16, 32)
 # Factor on an observation at each later round. Too low: it forgets the draft's acceptance from one answer to the next.
 # Too high: it is late to notice other text.
 KEEP = 0.97
+# Rounds that the line for all numbers of nodes counts for in what a node takes at its place. Too low: that follows
+# chance. Too high: the first nodes seem as dear as the last.
+COMMON_LINE = 4.0
 # Rounds that the common curve counts for at each number of nodes, and at each length of a chain, whose curve is nearer
 # to the truth. Too low: the estimates follow chance. Too high: they follow a curve that is not theirs.
 COMMON, COMMON_CHAIN = 4.0, 30.0
@@ -38,6 +51,12 @@ FIRST_TRIES, FIRST_LENGTHS = (16, 64, 16, 32), (8, 16, 4, 8)
 FAR, PATIENCE = 2.0, 3
 # Accepted tokens expected of earlier text below which it is not verified.
 LEAST_REACH = 0.1
+# Factor on the least probability of a node, or its inverse, in a round that tries other numbers of nodes. Too low: the
+# costs of a node become uncertain. Too high: more is lost in these rounds.
+OTHER_LEAST = 2.0
+# Change of the logarithm of the power by a round that accepts one token more than expected of one, and its bounds. Too
+# low: a new draft's trees have a poor shape for long. Too high: the shape follows chance.
+SHARPER, SHARPNESS = 0.05, (0.5, 4.0)
 
 
 class NodesByCost(LengthPolicy):
@@ -52,15 +71,68 @@ class NodesByCost(LengthPolicy):
         self.weight = [0.0] * len(self.nodes)
         # Accepted tokens of rounds of about that many nodes, times their weight.
         self.accepted = [0.0] * len(self.nodes)
+        # Mean nodes and seconds of these rounds, and of plain ones.
+        self.seen = [(0.0, 0.0, 0.0)] * len(self.nodes)  # weight, nodes, seconds
         # Weighted sums over rounds of 1, n, n * n, seconds, n * seconds.
         self.sums = [0.0] * 5
         self.disturbed = 0  # disturbed rounds in a row
+        self.chosen = Chosen()
+        # The learned power, for greedy answers and for sampled ones.
+        self.sharpness = {True: 1.0, False: 1.0}
+        self.greedy = False  # the current answer
+        self._adviser = TreeAdviser()
+
+    @property
+    def adviser(self) -> Adviser | None:
+        """See ``GraftingPolicy``."""
+        return self._adviser
+
+    def begin(self, scope: Scope, decoded: int = 0) -> None:
+        """See ``LengthPolicy``."""
+        self.greedy = not scope.temperature
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
-        """The number of nodes of the next tree."""
-        place = self._first_try() if self.rounds < len(self.first_tries) else self._next()
-        self.expected = self._rate(place)
+        """The number of nodes of the next tree, or the most if the draft asks about each."""
+        if self.rounds < len(self.first_tries):
+            place = self._first_try()
+            self._adviser.least = []
+        elif self.chosen.weight:
+            place = self.advise(self._adviser)
+        else:
+            place = self._next()
+        self._adviser.sharpness, self._adviser.expected = self.sharpness[self.greedy], None
+        self.expected = self._best_rate()
         return min(self.nodes[place], limit)
+
+    def advise(self, adviser: TreeAdviser, answers: int = 1) -> int:
+        """Set the least probability of a node in the next round, if ``answers`` answers share its pass, for a draft
+        that asks. Returns the place of the largest number of nodes; 0, for plain decoding, if no tree pays and no try
+        is due."""
+        due = self.rounds % TRY_EVERY == TRY_EVERY - 1
+        if not due and self.chosen.tokens / self._seconds(self.chosen.nodes) < 1.0 / self._seconds(0):
+            return 0
+        together = self._seconds(0) + answers * (self._seconds(self.chosen.nodes) - self._seconds(0))
+        rate = answers * self.chosen.tokens / together
+        if due:
+            rate *= OTHER_LEAST if self.rounds // TRY_EVERY % 2 else 1.0 / OTHER_LEAST
+        steps = self._node_seconds()
+        adviser.least = [rate * steps[min(answers * place, len(steps)) - 1] for place in range(1, len(steps) + 1)]
+        return len(self.nodes) - 1
+
+    def _node_seconds(self) -> list[float]:
+        """What each node adds to the seconds of a round, by its place; no node more than the one after it. What the
+        first ones add is not told from plain rounds, in which no draft is made."""
+        common = self._seconds(1) - self._seconds(0)
+        steps = [common]
+        for before, after in itertools.pairwise(self.seen[1:]):
+            weight, apart = min(before[0], after[0]), after[1] - before[1]
+            own = max(0.0, (after[2] - before[2]) / apart) if weight and apart > 0.5 else common
+            steps.append((weight * own + COMMON_LINE * common) / (weight + COMMON_LINE))
+        least, found = math.inf, list[float]()
+        for step, (begin, end) in zip(reversed(steps), reversed([*itertools.pairwise(self.nodes)]), strict=True):
+            least = min(least, step)
+            found = [least] * (end - begin) + found
+        return found
 
     def worth_looking(self, behind: bool = False) -> bool:
         """Before every round, since rounds are long; not behind a tree."""
@@ -69,7 +141,7 @@ class NodesByCost(LengthPolicy):
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
         """As many tokens of the other proposal as bring the most expected tokens per second, if these are more than
         those of the best tree."""
-        found, best, accepted = 0, self._rate(self._best()) if length else self._rate(0), 0.0
+        found, best, accepted = 0, self._best_rate() if length else self._rate(0), 0.0
         for count, each in enumerate(reach[: max(0, limit)], 1):
             accepted += each
             rate = (1.0 + accepted) / (self._seconds(count) or 1.0)
@@ -90,6 +162,16 @@ class NodesByCost(LengthPolicy):
 
     def _best(self) -> int:
         return max(range(len(self.nodes)), key=self._rate)
+
+    def _place(self, n: int) -> int:
+        """The place of the number that is nearest to ``n``; 0 only for 0."""
+        return min(range(1, len(self.nodes)), key=lambda i: abs(math.log(n / self.nodes[i]))) if n else 0
+
+    def _best_rate(self) -> float:
+        """Expected tokens per second of the rounds that are chosen; 0 before any round was observed."""
+        if not self.chosen.weight:
+            return self._rate(self._best())
+        return max(self.chosen.tokens / self._seconds(self.chosen.nodes), self._rate(0))
 
     def _rate(self, place: int) -> float:
         """Expected tokens per second at this number of nodes; 0 before any round was observed."""
@@ -120,7 +202,7 @@ class NodesByCost(LengthPolicy):
     def observe(self, outcome: Round) -> None:
         """Learn the seconds and the accepted tokens of a round."""
         self.observe_free(outcome)
-        self.accept(outcome)
+        self.accept(outcome, self._adviser)
 
     def observe_free(self, outcome: Round) -> None:
         """Learn the seconds of a round."""
@@ -129,15 +211,26 @@ class NodesByCost(LengthPolicy):
         self.disturbed = self.disturbed + 1 if 0.0 < usual < seconds else 0
         if 0 < self.disturbed < PATIENCE:
             seconds = usual
+        place = self._place(n)
+        weight, nodes, mean = self.seen[place]
+        self.seen = [(KEEP * one[0], *one[1:]) for one in self.seen]
+        weight = KEEP * weight + 1.0
+        self.seen[place] = (weight, nodes + (n - nodes) / weight, mean + (seconds - mean) / weight)
         seen = (1.0, n, n * n, seconds, n * seconds)
         self.sums = [KEEP * old + new for old, new in zip(self.sums, seen, strict=True)]
 
-    def accept(self, outcome: Round) -> None:
-        """Learn the accepted tokens of a round."""
+    def accept(self, outcome: Round, adviser: TreeAdviser) -> None:
+        """Learn the accepted tokens of a round, whose draft asked ``adviser`` if it asks."""
         self.rounds += 1
         n = outcome.drafted
+        if adviser.expected is not None:
+            self.chosen.observe(n, outcome.accepted)
+            surprise = (outcome.accepted - adviser.expected) / (1.0 + adviser.expected)
+            power = self.sharpness[self.greedy] * math.exp(SHARPER * surprise)
+            self.sharpness[self.greedy] = min(max(power, SHARPNESS[0]), SHARPNESS[1])
+            adviser.expected = None
         if n:
-            place = min(range(1, len(self.nodes)), key=lambda i: abs(math.log(n / self.nodes[i])))
+            place = self._place(n)
             self.weight, self.accepted = [KEEP * w for w in self.weight], [KEEP * a for a in self.accepted]
             self.weight[place] += 1.0
             self.accepted[place] += outcome.accepted
@@ -146,7 +239,7 @@ class NodesByCost(LengthPolicy):
     def expected_speed_up(self) -> float | None:
         """The speed of the best number of nodes, relative to plain decoding."""
         plain = self._rate(0)
-        return self._rate(self._best()) / plain if plain else None
+        return self._best_rate() / plain if plain else None
 
     def among(self, scope: Scope) -> SharedLength:
         """A chooser that uses the number that is best alone."""
@@ -158,9 +251,27 @@ class NodesByCost(LengthPolicy):
         total = sum(self.weight)
         if not total:
             self.rounds = 0
+        self.chosen.discount(COMMON)
         if total > COMMON:
             self.weight = [w * COMMON / total for w in self.weight]
             self.accepted = [a * COMMON / total for a in self.accepted]
+
+
+class Chosen:
+    """Rounds whose nodes were chosen by their probability: discounted means of the nodes and the committed tokens."""
+
+    def __init__(self) -> None:
+        self.weight = self.nodes = self.tokens = 0.0
+
+    def observe(self, nodes: int, accepted: int) -> None:
+        """Take in a round."""
+        self.weight = KEEP * self.weight + 1.0
+        self.nodes += (nodes - self.nodes) / self.weight
+        self.tokens += (1 + accepted - self.tokens) / self.weight
+
+    def discount(self, weight: float) -> None:
+        """Let the rounds so far count for at most ``weight`` rounds."""
+        self.weight = min(self.weight, weight)
 
 
 class LengthByCost(NodesByCost):
@@ -174,14 +285,19 @@ class LengthByCost(NodesByCost):
         super().__init__()
         self.rejected = 0.0  # discounted rounds with a rejected token
 
+    @property
+    def adviser(self) -> Adviser | None:
+        """None: a chain ends where it was asked to."""
+        return None
+
     def _curve(self, nodes: int) -> float:
         kept = sum(self.accepted)
         each = kept / (kept + self.rejected + 1.0)
         return each * (1.0 - each**nodes) / (1.0 - each)
 
-    def accept(self, outcome: Round) -> None:
+    def accept(self, outcome: Round, adviser: TreeAdviser) -> None:
         """See the base."""
-        super().accept(outcome)
+        super().accept(outcome, adviser)
         if outcome.drafted:
             self.rejected = KEEP * self.rejected + (outcome.accepted < outcome.drafted)
 
@@ -196,13 +312,23 @@ class _SharedNodes(SharedLength):
     """The same if several answers share a pass. Of such rounds only the accepted tokens are learned."""
 
     def __init__(self, policy: NodesByCost) -> None:
-        self._policy = policy
+        self._policy, self._asked = policy, TreeAdviser()
+
+    @property
+    def adviser(self) -> Adviser | None:
+        """See ``GraftingPolicy``."""
+        return self._asked if self._policy.tree else None
 
     def next_length(self, limit: int, answers: int, waiting: int = 0) -> int:
         """The best number of nodes alone with its tries, or before any lone round those tried first, divided among the
-        answers."""
+        answers. For a draft that asks about each node, the most of them."""
         policy = self._policy
-        place = policy._next() if policy.sums[0] else policy._first_try()
+        self._asked.sharpness, self._asked.expected = policy.sharpness[policy.greedy], None
+        if policy.sums[0] and policy.chosen.weight:
+            place = policy.advise(self._asked, answers)
+        else:
+            self._asked.least = 0.0
+            place = policy._next() if policy.sums[0] else policy._first_try()
         return min(limit, max(1, policy.nodes[place] // answers)) if place else 0
 
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
@@ -211,4 +337,4 @@ class _SharedNodes(SharedLength):
 
     def observe(self, outcome: Round) -> None:
         """Learn the accepted tokens."""
-        self._policy.accept(outcome)
+        self._policy.accept(outcome, self._asked)

@@ -56,8 +56,33 @@ class Lead(NamedTuple):
 
 
 # Called with a position (from 1) and the largest probability of the draft's distribution there. The result must not
-# depend on the token that will be drawn from that distribution (see drafting/protocol.py).
+# depend on the token that will be drawn from that distribution (see drafting/protocol.py). For a tree: with a node's
+# place among the nodes, likeliest first, and the probability that the target's text leads through it.
 Adviser: TypeAlias = Callable[[int, float], Advice]
+
+
+class TreeAdviser:
+    """Decides which nodes a drafted tree has; an ``Adviser``.
+
+    The draft's probabilities are raised to the power ``sharpness`` and normalised. The tree ends before the first node
+    that the target's text leads through with a probability below ``least``, by its place; none ends it if that is
+    empty. ``expected`` is the sum of the probabilities of the current tree's nodes, the expected number of accepted
+    ones; None if it was not asked about any.
+    """
+
+    def __init__(self) -> None:
+        self.sharpness = 1.0
+        self.least: list[float] = []
+        self.expected: float | None = None
+
+    def __call__(self, position: int, confidence: float) -> Advice:
+        """See ``Adviser``. Call it for the nodes in order."""
+        if position == 1:
+            self.expected = 0.0
+        if self.least and confidence < self.least[min(position, len(self.least)) - 1]:
+            return Advice.DROP
+        self.expected = (self.expected or 0.0) + confidence
+        return Advice.MORE
 
 
 class GraftingPolicy:

@@ -140,9 +140,9 @@ class TreeAhead(TreeDrafter):
         self._tree, self._expects = None, False
         if self._adjusts:  # nothing is drafted ahead: the verifier uses the logits processor at the same time
             return super().propose(committed, length, advise)
-        tree = self._grown(committed, length, known)
+        tree = self._grown(committed, length, advise, known)
         self._tree, self._text = tree, list(committed)
-        return tree.proposal()
+        return self._chosen(tree, advise)
 
     def feed(self, committed: list[int], most: int) -> None:
         """See ``ModelDrafter``. What is fed drops the tree from the cache, and is not to be kept as the text before

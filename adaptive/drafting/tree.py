@@ -15,11 +15,12 @@ the first four are chosen in 54 of 100 places of role play, and in 74 with it; a
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-from adaptive.control.policy import Adviser
+from adaptive.control.policy import Advice, Adviser, TreeAdviser
 from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.protocol import Proposing
@@ -40,21 +41,34 @@ class TreeDrafter(ModelDrafter):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self._gumbel: dict[int, torch.Tensor] = {}  # the seed's Gumbel noise (1, vocab) by place in the text
+        self._sharpness = 1.0
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
-        """A tree of ``length`` (at least 1) nodes: one pass of the draft per level, the first also over the tokens
-        committed since the last proposal."""
-        return self._grown(committed, length).proposal()
+        """A tree of ``length`` (at least 1) nodes, or of those that ``advise`` wants: one pass of the draft per level,
+        the first also over the tokens committed since the last proposal."""
+        return self._chosen(self._grown(committed, length, advise), advise)
 
     def proposing(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposing:
         """As ``propose``; several answers' trees are made one after the other."""
         yield from ()
         return self.propose(committed, length, advise)
 
-    def _grown(self, committed: list[int], length: int, known: Tree | None = None) -> Tree:
+    @staticmethod
+    def _chosen(tree: Tree, advise: Adviser | None) -> Proposal | None:
+        if advise is None:
+            return tree.proposal()
+        asked = enumerate(tree.scores[tree.best].exp().tolist(), 1)
+        dropped = next((place for place, p in asked if advise(place, p) is Advice.DROP), None)
+        return tree.proposal(None if dropped is None else dropped - 1)
+
+    def _grown(self, committed: list[int], length: int, advise: Adviser | None, known: Tree | None = None) -> Tree:
         """The tree of the best nodes after the text, part of which may be ``known``."""
         self._gumbel = {place: row for place, row in self._gumbel.items() if place >= len(committed)}
+        least = 0.0
+        if isinstance(advise, TreeAdviser):
+            self._sharpness, least = advise.sharpness, min(advise.least, default=0.0)
         tree = known or self._rooted(committed, length)
+        tree.least = math.log(least) if least > 0.0 else -math.inf
         if unseen := self._to_feed(committed):
             self.sequence.extend(unseen, 0)
         room = self.engine.context_length - len(committed)
@@ -97,7 +111,9 @@ class TreeDrafter(ModelDrafter):
             logits = transform_logits(logits, self.params)
         scores = logits.log_softmax(-1)
         if self.params.seeded:
-            scores = (scores + torch.cat([self._noise(place, scores) for place in places])).log_softmax(-1)
+            scores = scores + torch.cat([self._noise(place, scores) for place in places])
+        if self.params.seeded or self._sharpness != 1.0:
+            scores = (self._sharpness * scores).log_softmax(-1)
         top = scores.topk(min(most, scores.shape[1]), dim=-1)
         return top.values.cpu(), top.indices.cpu()
 
@@ -125,6 +141,7 @@ class Tree:
         self.scores = torch.empty(0)
         self.known = torch.empty(0, dtype=torch.bool)  # whether the draft has computed what follows
         self.best = torch.empty(0, dtype=torch.long)  # nodes, likeliest first
+        self.least = -math.inf  # log-probability of a path below which no node is extended for the proposal
         self.number: dict[int, int] = {-1: -1}  # the number in the draft's cache, by node
 
     def add(self, parents: torch.Tensor, scores: torch.Tensor, tokens: torch.Tensor, before: torch.Tensor) -> None:
@@ -197,7 +214,7 @@ class Tree:
 
     def to_expand(self, level: int, width: int) -> torch.Tensor:
         """The likeliest best nodes of a depth that may have children among the best, in order of index."""
-        least = self.scores[self.best[-1]] if len(self.best) == self.most else -torch.inf
+        least = max(self.least, float(self.scores[self.best[-1]]) if len(self.best) == self.most else -math.inf)
         here = (self.depths[self.best] == level) & (self.scores[self.best] > least) & ~self.known[self.best]
         return self.best[here][:width].sort().values
 
@@ -217,9 +234,10 @@ class Tree:
             self.number[node] = len(self.number) - 1
         return fed, parents
 
-    def proposal(self) -> Proposal | None:
-        """The best nodes, parents first: a parent is at least as likely as its child and was found before it."""
-        kept = self.best.sort().values.tolist()
+    def proposal(self, count: int | None = None) -> Proposal | None:
+        """The best nodes, at most ``count``, parents first: a parent is at least as likely as its child and was found
+        before it."""
+        kept = self.best[:count].sort().values.tolist()
         if not kept:
             return None
         place = {-1: -1, **{node: index for index, node in enumerate(kept)}}

@@ -1,0 +1,129 @@
+"""The nodes of a tree are chosen by what each brings and takes, if the draft asks about them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from adaptive.control.nodes import FIRST_TRIES, NODES, NodesByCost
+from adaptive.control.policy import Advice, Scope
+from adaptive.types import Round
+
+Path = Callable[[random.Random], list[float]]
+
+
+def sure_or_lost(chance: random.Random) -> list[float]:
+    """The probabilities of a tree's nodes, likeliest first: of a text that is nearly sure, or of many unlikely ones."""
+    if chance.random() < 0.5:
+        return [0.95**place for place in range(1, 17)] + [0.02] * 112
+    return [0.3, 0.2, 0.1, *(0.05,) * 8, *(0.01,) * 117]
+
+
+def drawn(nodes: list[float], chance: random.Random) -> int:
+    return sum(chance.random() < p for p in nodes)
+
+
+def speeds(policy: NodesByCost, seconds: Callable[[int], float], path: Path, truth: float = 1.0) -> Iterator[list[int]]:
+    """Yields the numbers of nodes of 300 rounds at a time, and then [tokens, seconds] of the last 300, where the target
+    follows a node with ``truth`` of its probability."""
+    chance = random.Random(7)
+    tokens, time, found = 0, 0.0, list[int]()
+    for number in range(900):
+        if number % 300 == 0:
+            if found:
+                yield found
+            tokens, time, found = 0, 0.0, []
+        most, nodes = policy.next_length(1000), list[float]()
+        for place, p in enumerate(path(chance)[:most], 1):
+            assert policy.adviser is not None
+            if policy.adviser(place, p) is Advice.DROP:
+                break
+            nodes.append(p)
+        accepted = drawn([truth * p for p in nodes], chance)
+        took = seconds(len(nodes)) * (1 + 0.05 * chance.random())
+        policy.observe(Round("tree" if nodes else "none", len(nodes), accepted, 0.0, took))
+        tokens, time = tokens + 1 + accepted, time + took
+        found.append(len(nodes))
+    yield found
+    yield [tokens, round(time)]
+
+
+def best_fixed(seconds: Callable[[int], float], path: Path) -> float:
+    """The tokens per second of the best fixed number of nodes."""
+    chance = random.Random(8)
+    trees = [path(chance) for _ in range(500)]
+    return max((1 + sum(sum(tree[:n]) for tree in trees) / len(trees)) / (1.025 * seconds(n)) for n in range(129))
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        pytest.param(lambda n: 1 + 0.001 * n, id="nearly free"),
+        pytest.param(lambda n: 1 + 0.02 * n, id="dear"),
+        pytest.param(lambda n: max(1.0, 0.6 + 0.03 * n), id="the first are free"),
+    ],
+)
+def test_a_node_is_drafted_where_it_pays(seconds: Callable[[int], float]) -> None:
+    *_, (tokens, time) = speeds(NodesByCost(), seconds, sure_or_lost)
+    assert tokens / time > 0.96 * best_fixed(seconds, sure_or_lost)
+
+
+def test_a_sure_text_gets_other_nodes_than_an_unsure_one() -> None:
+    """With dear nodes, no fixed number is right for both."""
+    *_, rounds, (tokens, time) = speeds(NodesByCost(), lambda n: 1 + 0.05 * n, sure_or_lost)
+    assert tokens / time > 1.05 * best_fixed(lambda n: 1 + 0.05 * n, sure_or_lost)
+    assert sum(n <= 3 for n in rounds) > 0.3 * len(rounds)
+    assert sum(8 <= n <= 16 for n in rounds) > 0.3 * len(rounds)
+
+
+def test_a_draft_that_is_never_right_is_left_but_for_tries() -> None:
+    *_, rounds, _ = speeds(NodesByCost(), lambda n: 1 + 0.05 * n, sure_or_lost, truth=0.0)
+    assert sum(n > 0 for n in rounds) < 0.1 * len(rounds)
+    assert any(rounds)
+
+
+@pytest.mark.parametrize("true", [0.7, 1.0, 1.6])
+def test_the_power_is_that_of_the_probabilities_that_come_true(true: float) -> None:
+    """The draft gives three tokens 0.6, 0.3 and 0.1, whose true probabilities are these to the power ``true``."""
+    policy, chance, seen = NodesByCost(), random.Random(3), []
+    policy.begin(Scope("", 0.0))
+
+    def powered(power: float) -> list[float]:
+        raised = [p**power for p in (0.6, 0.3, 0.1)]
+        return [p / sum(raised) for p in raised]
+
+    for _ in range(1500):
+        assert policy.next_length(1000)
+        assert policy.adviser is not None
+        policy.adviser(1, powered(policy.sharpness[True])[0])
+        policy.observe(Round("tree", 1, int(chance.random() < powered(true)[0]), 0.0, 1.0))
+        seen.append(policy.sharpness[True])
+    assert sum(seen[500:]) / 1000 == pytest.approx(true, abs=0.15)
+    assert policy.sharpness[False] == 1.0  # of sampled answers, which there were none of
+
+
+def test_of_several_answers_each_gets_fewer_nodes() -> None:
+    policy = NodesByCost()
+    for _ in speeds(policy, lambda n: 1 + 0.02 * n, sure_or_lost):
+        pass
+    drafted = []
+    for answers in (1, 2, 8):
+        shared = policy.among(Scope("", 0.7))
+        nodes = [0.9**place for place in range(1, 1 + shared.next_length(1000, answers))]
+        assert shared.adviser is not None
+        drafted.append(sum(shared.adviser(place, p) is Advice.MORE for place, p in enumerate(nodes, 1)))
+        shared.observe(Round("tree", drafted[-1], 2, 0.0, 1.0))
+    assert drafted[0] > drafted[1] > drafted[2] > 0
+
+
+def test_the_first_trees_are_whole() -> None:
+    policy = NodesByCost()
+    for nodes in FIRST_TRIES:
+        assert policy.next_length(1000) == nodes
+        assert policy.adviser is not None
+        assert all(policy.adviser(place, 1e-9) is Advice.MORE for place in range(1, nodes + 1))
+        policy.observe(Round("tree", nodes, 1, 0.0, 1 + 0.01 * nodes))
+    assert policy.next_length(1000) == NODES[-1]
+    assert policy.adviser(1, 1e-9) is Advice.DROP
