@@ -54,8 +54,8 @@ LEAST_REACH = 0.1
 # Factor on the least probability of a node, or its inverse, in a round that tries other numbers of nodes. Too low: the
 # costs of a node become uncertain. Too high: more is lost in these rounds.
 OTHER_LEAST = 2.0
-# Change of the logarithm of the power by a round that accepts one token more than expected of one, and its bounds. Too
-# low: a new draft's trees have a poor shape for long. Too high: the shape follows chance.
+# Change of the logarithm of the power by a round that commits twice as many tokens as expected, and the power's bounds.
+# Too low: a new draft's trees have a poor shape for long. Too high: the shape follows chance.
 SHARPER, SHARPNESS = 0.05, (0.5, 4.0)
 
 
@@ -71,12 +71,13 @@ class NodesByCost(LengthPolicy):
         self.weight = [0.0] * len(self.nodes)
         # Accepted tokens of rounds of about that many nodes, times their weight.
         self.accepted = [0.0] * len(self.nodes)
-        # Mean nodes and seconds of these rounds, and of plain ones.
-        self.seen = [(0.0, 0.0, 0.0)] * len(self.nodes)  # weight, nodes, seconds
+        # The seconds of these rounds, and of plain ones.
+        self.took = [Means() for _ in self.nodes]
         # Weighted sums over rounds of 1, n, n * n, seconds, n * seconds.
         self.sums = [0.0] * 5
         self.disturbed = 0  # disturbed rounds in a row
-        self.chosen = Chosen()
+        # The committed tokens of rounds whose nodes were chosen by their probability.
+        self.chosen = Means()
         # The learned power, for greedy answers and for sampled ones.
         self.sharpness = {True: 1.0, False: 1.0}
         self.greedy = False  # the current answer
@@ -109,10 +110,10 @@ class NodesByCost(LengthPolicy):
         that asks. Returns the place of the largest number of nodes; 0, for plain decoding, if no tree pays and no try
         is due."""
         due = self.rounds % TRY_EVERY == TRY_EVERY - 1
-        if not due and self.chosen.tokens / self._seconds(self.chosen.nodes) < 1.0 / self._seconds(0):
+        if not due and self.chosen.value / self._seconds(self.chosen.nodes) < 1.0 / self._seconds(0):
             return 0
         together = self._seconds(0) + answers * (self._seconds(self.chosen.nodes) - self._seconds(0))
-        rate = answers * self.chosen.tokens / together
+        rate = answers * self.chosen.value / together
         if due:
             rate *= OTHER_LEAST if self.rounds // TRY_EVERY % 2 else 1.0 / OTHER_LEAST
         steps = self._node_seconds()
@@ -124,9 +125,9 @@ class NodesByCost(LengthPolicy):
         first ones add is not told from plain rounds, in which no draft is made."""
         common = self._seconds(1) - self._seconds(0)
         steps = [common]
-        for before, after in itertools.pairwise(self.seen[1:]):
-            weight, apart = min(before[0], after[0]), after[1] - before[1]
-            own = max(0.0, (after[2] - before[2]) / apart) if weight and apart > 0.5 else common
+        for before, after in itertools.pairwise(self.took[1:]):
+            weight, apart = min(before.weight, after.weight), after.nodes - before.nodes
+            own = max(0.0, (after.value - before.value) / apart) if weight and apart > 0.5 else common
             steps.append((weight * own + COMMON_LINE * common) / (weight + COMMON_LINE))
         least, found = math.inf, list[float]()
         for step, (begin, end) in zip(reversed(steps), reversed([*itertools.pairwise(self.nodes)]), strict=True):
@@ -171,7 +172,7 @@ class NodesByCost(LengthPolicy):
         """Expected tokens per second of the rounds that are chosen; 0 before any round was observed."""
         if not self.chosen.weight:
             return self._rate(self._best())
-        return max(self.chosen.tokens / self._seconds(self.chosen.nodes), self._rate(0))
+        return max(self.chosen.value / self._seconds(self.chosen.nodes), self._rate(0))
 
     def _rate(self, place: int) -> float:
         """Expected tokens per second at this number of nodes; 0 before any round was observed."""
@@ -190,7 +191,7 @@ class NodesByCost(LengthPolicy):
         known = sum(w * math.log2(1 + n) for w, n in zip(self.weight, self.nodes, strict=True))
         return sum(self.accepted) / known * math.log2(1 + nodes) if known else 0.0
 
-    def _seconds(self, nodes: int) -> float:
+    def _seconds(self, nodes: float) -> float:
         """Seconds of a round, by a line fitted to observed rounds whose slope is at least 0."""
         count, n, squares, seconds, products = self.sums
         if not count:
@@ -202,7 +203,7 @@ class NodesByCost(LengthPolicy):
     def observe(self, outcome: Round) -> None:
         """Learn the seconds and the accepted tokens of a round."""
         self.observe_free(outcome)
-        self.accept(outcome, self._adviser)
+        self.accept(outcome, self._adviser, self.greedy)
 
     def observe_free(self, outcome: Round) -> None:
         """Learn the seconds of a round."""
@@ -211,23 +212,23 @@ class NodesByCost(LengthPolicy):
         self.disturbed = self.disturbed + 1 if 0.0 < usual < seconds else 0
         if 0 < self.disturbed < PATIENCE:
             seconds = usual
-        place = self._place(n)
-        weight, nodes, mean = self.seen[place]
-        self.seen = [(KEEP * one[0], *one[1:]) for one in self.seen]
-        weight = KEEP * weight + 1.0
-        self.seen[place] = (weight, nodes + (n - nodes) / weight, mean + (seconds - mean) / weight)
+        for means in self.took:
+            means.fade()
+        self.took[self._place(n)].observe(n, seconds)
         seen = (1.0, n, n * n, seconds, n * seconds)
         self.sums = [KEEP * old + new for old, new in zip(self.sums, seen, strict=True)]
 
-    def accept(self, outcome: Round, adviser: TreeAdviser) -> None:
-        """Learn the accepted tokens of a round, whose draft asked ``adviser`` if it asks."""
+    def accept(self, outcome: Round, adviser: TreeAdviser, greedy: bool) -> None:
+        """Learn the accepted tokens of a round of a ``greedy`` or a sampled answer, whose draft asked ``adviser`` if it
+        asks."""
         self.rounds += 1
         n = outcome.drafted
         if adviser.expected is not None:
-            self.chosen.observe(n, outcome.accepted)
+            self.chosen.fade()
+            self.chosen.observe(n, 1 + outcome.accepted)
             surprise = (outcome.accepted - adviser.expected) / (1.0 + adviser.expected)
-            power = self.sharpness[self.greedy] * math.exp(SHARPER * surprise)
-            self.sharpness[self.greedy] = min(max(power, SHARPNESS[0]), SHARPNESS[1])
+            power = self.sharpness[greedy] * math.exp(SHARPER * surprise)
+            self.sharpness[greedy] = min(max(power, SHARPNESS[0]), SHARPNESS[1])
             adviser.expected = None
         if n:
             place = self._place(n)
@@ -243,7 +244,7 @@ class NodesByCost(LengthPolicy):
 
     def among(self, scope: Scope) -> SharedLength:
         """A chooser that uses the number that is best alone."""
-        return _SharedNodes(self)
+        return _SharedNodes(self, not scope.temperature)
 
     def swapped(self, expected: Sequence[float] | None = None) -> None:
         """Reduce the acceptance learned of the old draft to the weight of a few rounds. If there was no draft so far
@@ -251,27 +252,27 @@ class NodesByCost(LengthPolicy):
         total = sum(self.weight)
         if not total:
             self.rounds = 0
-        self.chosen.discount(COMMON)
+        self.chosen.weight = min(self.chosen.weight, COMMON)
         if total > COMMON:
             self.weight = [w * COMMON / total for w in self.weight]
             self.accepted = [a * COMMON / total for a in self.accepted]
 
 
-class Chosen:
-    """Rounds whose nodes were chosen by their probability: discounted means of the nodes and the committed tokens."""
+class Means:
+    """Discounted means over rounds: of their nodes, and of a value."""
 
     def __init__(self) -> None:
-        self.weight = self.nodes = self.tokens = 0.0
+        self.weight = self.nodes = self.value = 0.0
 
-    def observe(self, nodes: int, accepted: int) -> None:
+    def fade(self) -> None:
+        """Let the rounds so far count for less; once in each round."""
+        self.weight *= KEEP
+
+    def observe(self, nodes: int, value: float) -> None:
         """Take in a round."""
-        self.weight = KEEP * self.weight + 1.0
+        self.weight += 1.0
         self.nodes += (nodes - self.nodes) / self.weight
-        self.tokens += (1 + accepted - self.tokens) / self.weight
-
-    def discount(self, weight: float) -> None:
-        """Let the rounds so far count for at most ``weight`` rounds."""
-        self.weight = min(self.weight, weight)
+        self.value += (value - self.value) / self.weight
 
 
 class LengthByCost(NodesByCost):
@@ -295,9 +296,9 @@ class LengthByCost(NodesByCost):
         each = kept / (kept + self.rejected + 1.0)
         return each * (1.0 - each**nodes) / (1.0 - each)
 
-    def accept(self, outcome: Round, adviser: TreeAdviser) -> None:
+    def accept(self, outcome: Round, adviser: TreeAdviser, greedy: bool) -> None:
         """See the base."""
-        super().accept(outcome, adviser)
+        super().accept(outcome, adviser, greedy)
         if outcome.drafted:
             self.rejected = KEEP * self.rejected + (outcome.accepted < outcome.drafted)
 
@@ -311,8 +312,8 @@ class LengthByCost(NodesByCost):
 class _SharedNodes(SharedLength):
     """The same if several answers share a pass. Of such rounds only the accepted tokens are learned."""
 
-    def __init__(self, policy: NodesByCost) -> None:
-        self._policy, self._asked = policy, TreeAdviser()
+    def __init__(self, policy: NodesByCost, greedy: bool) -> None:
+        self._policy, self._asked, self._greedy = policy, TreeAdviser(), greedy
 
     @property
     def adviser(self) -> Adviser | None:
@@ -323,11 +324,11 @@ class _SharedNodes(SharedLength):
         """The best number of nodes alone with its tries, or before any lone round those tried first, divided among the
         answers. For a draft that asks about each node, the most of them."""
         policy = self._policy
-        self._asked.sharpness, self._asked.expected = policy.sharpness[policy.greedy], None
+        self._asked.sharpness, self._asked.expected = policy.sharpness[self._greedy], None
         if policy.sums[0] and policy.chosen.weight:
             place = policy.advise(self._asked, answers)
         else:
-            self._asked.least = 0.0
+            self._asked.least = []
             place = policy._next() if policy.sums[0] else policy._first_try()
         return min(limit, max(1, policy.nodes[place] // answers)) if place else 0
 
@@ -337,4 +338,4 @@ class _SharedNodes(SharedLength):
 
     def observe(self, outcome: Round) -> None:
         """Learn the accepted tokens."""
-        self._policy.accept(outcome, self._asked)
+        self._policy.accept(outcome, self._asked, self._greedy)
