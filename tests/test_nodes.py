@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from adaptive.control.nodes import FIRST_TRIES, NODES, NodesByCost
-from adaptive.control.policy import Advice, Scope
+from adaptive.control.policy import Advice, Lead, Scope
 from adaptive.types import Round
 
 Path = Callable[[random.Random], list[float]]
@@ -116,6 +116,19 @@ def test_of_several_answers_each_gets_fewer_nodes() -> None:
         drafted.append(sum(shared.adviser(place, p) is Advice.MORE for place, p in enumerate(nodes, 1)))
         shared.observe(Round("tree", drafted[-1], 2, 0.0, 1.0))
     assert drafted[0] > drafted[1] > drafted[2] > 0
+
+
+def test_a_lone_answer_after_shared_rounds_begins_with_the_first_trees() -> None:
+    """Shared rounds do not tell what a round takes."""
+    policy = NodesByCost()
+    shared = policy.among(Scope("", 0.0))
+    for _ in range(30):
+        nodes = shared.next_length(1000, 2)
+        assert shared.adviser is not None
+        assert all(shared.adviser(place, 0.5) is Advice.MORE for place in range(1, nodes + 1))
+        shared.observe(Round("tree", nodes, 2, 0.0, 1.0))
+    assert policy.next_length(1000) in FIRST_TRIES
+    assert policy.lead([0.9], 16, 100) == Lead(1, 0)  # nothing is known yet that would bring more
 
 
 def test_the_first_trees_are_whole() -> None:

@@ -94,7 +94,7 @@ class NodesByCost(LengthPolicy):
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """The number of nodes of the next tree, or the most if the draft asks about each."""
-        if self.rounds < len(self.first_tries):
+        if self.rounds < len(self.first_tries) or not self.sums[0]:
             place = self._first_try()
             self._adviser.least = []
         elif self.chosen.weight:
@@ -170,7 +170,7 @@ class NodesByCost(LengthPolicy):
 
     def _best_rate(self) -> float:
         """Expected tokens per second of the rounds that are chosen; 0 before any round was observed."""
-        if not self.chosen.weight:
+        if not (self.chosen.weight and self.sums[0]):
             return self._rate(self._best())
         return max(self.chosen.value / self._seconds(self.chosen.nodes), self._rate(0))
 
