@@ -70,6 +70,23 @@ def test_a_node_is_drafted_where_it_pays(seconds: Callable[[int], float]) -> Non
     assert tokens / time > 0.96 * best_fixed(seconds, sure_or_lost)
 
 
+def test_nodes_that_were_dear_for_a_while_are_drafted_again() -> None:
+    policy, dear = NodesByCost(), True
+    for _ in speeds(policy, lambda n: 1 + (0.5 if dear else 0.005) * n, sure_or_lost):
+        if dear:
+            few = policy.chosen.nodes
+        dear = False
+    assert policy.chosen.nodes > max(8, 2 * few)
+
+
+@pytest.mark.parametrize("node_s", [0.005, 0.05])
+def test_times_that_say_little_cost_little(node_s: float) -> None:
+    """Beside other programs a round takes between once and twice its time."""
+    chance = random.Random(5)
+    *_, (tokens, time) = speeds(NodesByCost(), lambda n: (1 + node_s * n) * (1 + chance.random()), sure_or_lost)
+    assert tokens / time > 0.9 / 1.5 * best_fixed(lambda n: 1 + node_s * n, sure_or_lost)
+
+
 def test_a_sure_text_gets_other_nodes_than_an_unsure_one() -> None:
     """With dear nodes, no fixed number is right for both."""
     *_, rounds, (tokens, time) = speeds(NodesByCost(), lambda n: 1 + 0.05 * n, sure_or_lost)
@@ -129,6 +146,22 @@ def test_a_lone_answer_after_shared_rounds_begins_with_the_first_trees() -> None
         shared.observe(Round("tree", nodes, 2, 0.0, 1.0))
     assert policy.next_length(1000) in FIRST_TRIES
     assert policy.lead([0.9], 16, 100) == Lead(1, 0)  # nothing is known yet that would bring more
+
+
+def test_answers_at_once_draft_no_whole_trees_where_a_node_is_not_known_to_cost_nothing() -> None:
+    policy = NodesByCost()
+    assert policy.next_length(1000) == 16
+    assert policy.adviser is not None
+    assert all(policy.adviser(place, 0.001) is Advice.MORE for place in range(1, 17))
+    policy.observe(Round("tree", 16, 0, 0.0, 1.0))
+    shared, drafted = policy.among(Scope("", 0.0)), 0
+    for _ in range(60):
+        nodes = shared.next_length(1000, 2)
+        assert shared.adviser is not None
+        asked = [shared.adviser(place, 0.001) for place in range(1, nodes + 1)]
+        shared.observe(Round("tree" if nodes else "none", asked.count(Advice.MORE), 0, 0.0, 1.0))
+        drafted += bool(nodes)
+    assert 1 <= drafted <= 10
 
 
 def test_the_first_trees_are_whole() -> None:

@@ -97,18 +97,19 @@ class NodesByCost(LengthPolicy):
         if self.rounds < len(self.first_tries) or not self.sums[0]:
             place = self._first_try()
             self._adviser.least = []
-        elif self.chosen.weight:
-            place = self.advise(self._adviser)
         else:
-            place = self._next()
+            place = self.advise(self._adviser)
         self._adviser.sharpness, self._adviser.expected = self.sharpness[self.greedy], None
         self.expected = self._best_rate()
         return min(self.nodes[place], limit)
 
     def advise(self, adviser: TreeAdviser, answers: int = 1) -> int:
-        """Set the least probability of a node in the next round, if ``answers`` answers share its pass, for a draft
-        that asks. Returns the place of the largest number of nodes; 0, for plain decoding, if no tree pays and no try
-        is due."""
+        """Set the least probability of a node in the next round, if ``answers`` answers share its pass. Returns the
+        place of the largest number of nodes; 0, for plain decoding, if no tree pays and no try is due. For a draft that
+        does not ask, or if rounds do not tell what a node takes, that is the best number, and no node is left out."""
+        adviser.least = []
+        if not self.chosen.weight or self._seconds(1) <= self._seconds(0):
+            return self._next()
         due = self.rounds % TRY_EVERY == TRY_EVERY - 1
         if not due and self.chosen.value / self._seconds(self.chosen.nodes) < 1.0 / self._seconds(0):
             return 0
@@ -238,12 +239,12 @@ class NodesByCost(LengthPolicy):
 
     @property
     def expected_speed_up(self) -> float | None:
-        """The speed of the best number of nodes, relative to plain decoding."""
+        """The speed of the rounds that are chosen, relative to plain decoding."""
         plain = self._rate(0)
         return self._best_rate() / plain if plain else None
 
     def among(self, scope: Scope) -> SharedLength:
-        """A chooser that uses the number that is best alone."""
+        """A chooser that uses what is known of rounds alone."""
         return _SharedNodes(self, not scope.temperature)
 
     def swapped(self, expected: Sequence[float] | None = None) -> None:
@@ -325,11 +326,11 @@ class _SharedNodes(SharedLength):
         answers. For a draft that asks about each node, the most of them."""
         policy = self._policy
         self._asked.sharpness, self._asked.expected = policy.sharpness[self._greedy], None
-        if policy.sums[0] and policy.chosen.weight:
+        if policy.sums[0]:
             place = policy.advise(self._asked, answers)
         else:
             self._asked.least = []
-            place = policy._next() if policy.sums[0] else policy._first_try()
+            place = policy._first_try()
         return min(limit, max(1, policy.nodes[place] // answers)) if place else 0
 
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
