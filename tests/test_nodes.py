@@ -71,12 +71,11 @@ def test_a_node_is_drafted_where_it_pays(seconds: Callable[[int], float]) -> Non
 
 
 def test_nodes_that_were_dear_for_a_while_are_drafted_again() -> None:
-    policy, dear = NodesByCost(), True
-    for _ in speeds(policy, lambda n: 1 + (0.5 if dear else 0.005) * n, sure_or_lost):
-        if dear:
-            few = policy.chosen.nodes
-        dear = False
-    assert policy.chosen.nodes > max(8, 2 * few)
+    policy, node_s, seen = NodesByCost(), [0.5], list[float]()
+    for _ in speeds(policy, lambda n: 1 + node_s[0] * n, sure_or_lost):
+        seen.append(policy.chosen.nodes)
+        node_s[0] = 0.005
+    assert seen[-1] > max(8, 2 * seen[0])
 
 
 @pytest.mark.parametrize("node_s", [0.005, 0.05])
