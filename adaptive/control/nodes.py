@@ -85,8 +85,8 @@ class NodesByCost(LengthPolicy):
 
     @property
     def adviser(self) -> Adviser | None:
-        """See ``GraftingPolicy``."""
-        return self._adviser
+        """See ``GraftingPolicy``. None for chains, which end where they were asked to."""
+        return self._adviser if self.tree else None
 
     def begin(self, scope: Scope, decoded: int = 0) -> None:
         """See ``LengthPolicy``."""
@@ -94,20 +94,18 @@ class NodesByCost(LengthPolicy):
 
     def next_length(self, limit: int, waiting: int = 0, context: int = 0) -> int:
         """The number of nodes of the next tree, or the most if the draft asks about each."""
-        if self.rounds < len(self.first_tries) or not self.sums[0]:
-            place = self._first_try()
-            self._adviser.least = []
-        else:
-            place = self.advise(self._adviser)
-        self._adviser.sharpness, self._adviser.expected = self.sharpness[self.greedy], None
+        place = self.advise(self._adviser, self.greedy)
         self.expected = self._best_rate()
         return min(self.nodes[place], limit)
 
-    def advise(self, adviser: TreeAdviser, answers: int = 1) -> int:
-        """Set the least probability of a node in the next round, if ``answers`` answers share its pass. Returns the
-        place of the largest number of nodes; 0, for plain decoding, if no tree pays and no try is due. For a draft that
-        does not ask, or if rounds do not tell what a node takes, that is the best number, and no node is left out."""
-        adviser.least = []
+    def advise(self, adviser: TreeAdviser, greedy: bool, answers: int = 1) -> int:
+        """Prepare ``adviser`` for the next round of a ``greedy`` or a sampled answer, whose pass ``answers`` answers
+        share. Returns the place of the largest number of nodes; 0, for plain decoding, if no tree pays and no try is
+        due. In the first rounds, for a draft that does not ask, or if rounds do not tell what a node takes, that is a
+        number to try, or the best one, and no node is left out."""
+        adviser.sharpness, adviser.least, adviser.expected = self.sharpness[greedy], [], None
+        if not self.sums[0] or (answers == 1 and self.rounds < len(self.first_tries)):
+            return self._first_try()
         if not self.chosen.weight or self._seconds(1) <= self._seconds(0):
             return self._next()
         due = self.rounds % TRY_EVERY == TRY_EVERY - 1
@@ -287,11 +285,6 @@ class LengthByCost(NodesByCost):
         super().__init__()
         self.rejected = 0.0  # discounted rounds with a rejected token
 
-    @property
-    def adviser(self) -> Adviser | None:
-        """None: a chain ends where it was asked to."""
-        return None
-
     def _curve(self, nodes: int) -> float:
         kept = sum(self.accepted)
         each = kept / (kept + self.rejected + 1.0)
@@ -324,14 +317,8 @@ class _SharedNodes(SharedLength):
     def next_length(self, limit: int, answers: int, waiting: int = 0) -> int:
         """The best number of nodes alone with its tries, or before any lone round those tried first, divided among the
         answers. For a draft that asks about each node, the most of them."""
-        policy = self._policy
-        self._asked.sharpness, self._asked.expected = policy.sharpness[self._greedy], None
-        if policy.sums[0]:
-            place = policy.advise(self._asked, answers)
-        else:
-            self._asked.least = []
-            place = policy._first_try()
-        return min(limit, max(1, policy.nodes[place] // answers)) if place else 0
+        place = self._policy.advise(self._asked, self._greedy, answers)
+        return min(limit, max(1, self._policy.nodes[place] // answers)) if place else 0
 
     def lead(self, reach: Sequence[float], length: int, limit: int, singly: bool = False, passed: int = 0) -> Lead:
         """As alone."""
