@@ -13,25 +13,22 @@ time. With torch's attention they are float32, which is several times faster the
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
+from adaptive.engines.cpu.by_layers import LayerPasses
 from adaptive.engines.cpu.cache import CpuCache
 from adaptive.engines.cpu.delta import States
 from adaptive.engines.cpu.families import Kind, read_plan
 from adaptive.engines.cpu.fused import attentions, decoder, fits
-from adaptive.engines.cpu.kernels import Attention, between_passes, library, native_tree
-from adaptive.engines.cpu.layers import capped_attention, sunk_attention
-from adaptive.engines.cpu.masks import FEW, MaskTable
-from adaptive.engines.cpu.plan import Heads, Layer, Plan
+from adaptive.engines.cpu.kernels import between_passes, library, native_tree
+from adaptive.engines.cpu.masks import FEW
+from adaptive.engines.cpu.plan import Plan
 from adaptive.engines.cpu.rotary import Rotations
 from adaptive.engines.cpu.sampling import CpuSampling
-from adaptive.engines.cpu.workspace import Workspace, make_workspace
 from adaptive.engines.protocol import Judgement, ProposalCall, Proposed, Thresholds, VerificationCall
 from adaptive.engines.threads import FEW as TIMED
 from adaptive.engines.threads import ThreadChoice
@@ -45,10 +42,6 @@ MANY = 128
 # The same where layers are read from disk, which takes as long as the arithmetic of some hundred tokens. Too high:
 # activations need more memory; at this value they take 100 MB in a model of 14B parameters.
 MANY_STREAMED = 512
-# Where oneDNN computes the linear layers, a prompt is padded to a multiple of this number of tokens: oneDNN makes and
-# keeps a kernel for every number of rows, with the bundled target 1.6 MB each and 250 MB after 160 prompts. Too high:
-# more rows are computed for nothing.
-STEP = 16
 
 
 class Given(NamedTuple):
@@ -66,9 +59,8 @@ class CpuForward:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._spaces: dict[tuple[Heads, int], Workspace] = {}
         self._rotations = Rotations(plan.ropes, plan.context_length, plan.device)
-        self._masks = MaskTable(plan.dtype, plan.device)
+        self._layer_passes = LayerPasses(plan, self._rotations)
         self._attentions = attentions(plan)
         # Whether a pass is one native call, for any number of tokens.
         self.fused = fits(plan)
@@ -115,6 +107,7 @@ class CpuForward:
     def use(self, plan: Plan) -> None:
         """Take over changed weights: ``plan`` is of the same model, read again."""
         self.plan, self._decoder, self._attentions = plan, None, attentions(plan)
+        self._layer_passes.plan = plan
 
     def refresh(self, modules: frozenset[str]) -> None:
         """Take over changed weights of these modules (their names in the model)."""
@@ -146,7 +139,7 @@ class CpuForward:
             torch.set_num_threads(threads)  # a fraction of a microsecond
         began = time.perf_counter()
         try:
-            logits = self._pass(tokens, rows, cache, tree)
+            logits = self._layer_passes(tokens, rows, cache, tree, self._attentions)
         except BaseException:
             cache.undo(whole=False)
             raise
@@ -154,7 +147,7 @@ class CpuForward:
             if threads != given:
                 torch.set_num_threads(given)
             if len(tokens) > FEW:  # keep only buffers for few tokens
-                self._spaces = {kind: space for kind, space in self._spaces.items() if kind[1] <= FEW}
+                self._layer_passes.keep_few()
         self.took(len(tokens), time.perf_counter() - began)
         return logits
 
@@ -317,7 +310,7 @@ class CpuForward:
 
     def rope_at(self, position: int) -> int:
         """The address of a position's cos and sin, valid until the next ``prepare``."""
-        return self._rotations.address + position * self._rotations.nbytes
+        return self._rotations.at(position)
 
     def threads_for(self, count: int) -> int:
         """The number of threads for the next pass, which is over ``count`` tokens."""
@@ -337,118 +330,6 @@ class CpuForward:
             assert self._attentions is not None
             self._decoder = decoder(self.plan, self._attentions, self._taps)
         return self._decoder
-
-    def _pass(self, tokens: torch.Tensor, rows: int, cache: CpuCache, tree: TokenTree | None) -> torch.Tensor:
-        plan, given, start = self.plan, len(tokens), cache.length
-        place = start if tree is None else start + len(tree) - given
-        # No token before the padding sees it, and the next pass overwrites it.
-        if given > FEW and not plan.lm_head.native:
-            tokens = nn.functional.pad(tokens, (0, -given % STEP))
-            tree = None if tree is None else tree.grown([-1] * (-given % STEP))
-        count = len(tokens)
-        self._rotations.reach(place + count)
-        x = plan.embed(tokens)
-        inputs = None if plan.inputs is None else plan.inputs(tokens, x)
-        if self._attentions is not None:
-            self._native_layers(x, inputs, given, cache, place, tree, self._attentions)
-        else:
-            self._torch_layers(x, inputs, given, cache, place, tree)
-        if tree is None:
-            cache.end(given)
-        cache.hold(len(plan.layers), place, x[:given])
-        if not rows:
-            return x.new_empty(0, plan.lm_head.outputs)
-        # In the activations' dtype: argmax over bfloat16 is several times slower on a CPU.
-        logits = plan.lm_head(x[given - rows : given], plan.final_norm).to(plan.dtype)
-        if plan.softcap is not None:
-            logits = torch.tanh(logits / plan.softcap) * plan.softcap
-        return logits
-
-    def _native_layers(
-        self,
-        x: torch.Tensor,
-        inputs: torch.Tensor | None,
-        given: int,
-        cache: CpuCache,
-        begin: int,
-        tree: TokenTree | None,
-        attentions: Sequence[Attention | None],
-    ) -> None:
-        """Run all layers on native attention, adding to the residual stream x (n, width) of the tokens from ``begin``
-        on. The first ``given`` tokens are the text's, the others padding. ``inputs`` (n, layers, size) are the
-        per-layer inputs."""
-        start = cache.length
-        cache.ensure_capacity(begin + len(x))
-        shape = None if tree is None else native_tree(tree)
-        rope = self.rope_at(start)
-        recall, nets = cache.begin(given), 0
-        for number, (layer, attention) in enumerate(zip(self.plan.layers, attentions, strict=True)):
-            cache.hold(number, begin, x[:given])
-            if layer.delta is not None:
-                attended = x.new_zeros(len(x), layer.attention_output.inputs)
-                layer.delta(layer.qkv(x, layer.attention_norm), attended, nets, given, recall)
-                nets += 1
-            else:
-                assert attention is not None
-                space = self._projected(x, layer)
-                attended, place = space.attended_rows, cache.addresses[layer.cache]
-                attention(space.qkv, rope, place, cache.capacity, start, attended, shape)
-            layer.add_to(x, attended, None if inputs is None else inputs[:, number])
-
-    def _torch_layers(
-        self,
-        x: torch.Tensor,
-        inputs: torch.Tensor | None,
-        given: int,
-        cache: CpuCache,
-        begin: int,
-        tree: TokenTree | None,
-    ) -> None:
-        """Run all layers on torch's attention, for any dtype; parameters as in ``_native_layers``."""
-        count, start = len(x), cache.length
-        keys, values, places = cache.views(begin, begin + count)
-        kinds = {(layer.window, self._space(layer.heads, count).repeats) for layer in self.plan.layers}
-        masks: Mapping[tuple[int, int], torch.Tensor | None]
-        if tree is None:
-            ropes = [(q.narrow(0, start, count), kv.narrow(2, start, count)) for q, kv in self._rotations.tables]
-            masks = self._masks.of(start, count, kinds)
-        else:
-            at = torch.tensor(tree.depths[-count:], device=x.device) + start
-            ropes = [(q.index_select(0, at), kv.index_select(2, at)) for q, kv in self._rotations.tables]
-            masks = self._masks.of_tree(start, count, tree, kinds)
-        for number, layer in enumerate(self.plan.layers):
-            cache.hold(number, begin, x[:given])
-            space = self._projected(x, layer)
-            k, v, mask = keys[layer.cache], values[layer.cache], masks[layer.window, space.repeats]
-            torch.mul(space.queries, ropes[layer.rope.queries][0], out=space.rotated)
-            if space.keys_values is not None:
-                torch.mul(space.keys_values, ropes[layer.rope.keys][1], out=places[layer.cache])
-            if layer.query_weight is not None:
-                space.query_rows.mul_(layer.query_weight)
-            if layer.sinks is not None:
-                attended = sunk_attention(space.query_rows, k, v, mask, layer.scale, layer.sinks)
-            elif layer.softcap is None:
-                attended = nn.functional.scaled_dot_product_attention(
-                    space.query_rows, k, v, attn_mask=mask, scale=layer.scale, enable_gqa=not space.grouped
-                )
-            else:
-                attended = capped_attention(space.query_rows, k, v, mask, layer.scale, layer.softcap)
-            space.attended.copy_(attended.view(space.attended.shape))
-            layer.add_to(x, space.attended_rows, None if inputs is None else inputs[:, number])
-
-    def _projected(self, x: torch.Tensor, layer: Layer) -> Workspace:
-        """The buffers of a layer's heads, filled with its queries, keys and values."""
-        space = self._space(layer.heads, len(x))
-        layer.qkv(x, layer.attention_norm, space.qkv)
-        if layer.head_norms is not None:
-            layer.head_norms(space.by_head)
-        return space
-
-    def _space(self, heads: Heads, count: int) -> Workspace:
-        """The buffers for ``count`` tokens, which layers with the same heads share."""
-        if (heads, count) not in self._spaces:
-            self._spaces[heads, count] = make_workspace(self.plan, heads, count)
-        return self._spaces[heads, count]
 
 
 def cpu_forward(model: PreTrainedModel, int8: bool = False) -> CpuForward | None:

@@ -57,6 +57,10 @@ class Rotations:
         self._length, self._context_length = 0, context_length
         self._at, self._device = [table.at for table in tables], device
 
+    def at(self, position: int) -> int:
+        """The address of a position's numbers, valid until the next ``reach``."""
+        return self.address + position * self.nbytes
+
     def reach(self, length: int) -> None:
         """Compute at least the first ``length`` positions."""
         if length > self._length:
