@@ -18,8 +18,9 @@ import torch
 from adaptive.answering import Answering, Question
 from adaptive.caches import Conversation, Conversations
 from adaptive.control.goodput import GoodputLength
+from adaptive.control.lengths import LengthByCost
 from adaptive.control.memory import Memory
-from adaptive.control.nodes import LengthByCost, NodesByCost
+from adaptive.control.nodes import NodesByCost
 from adaptive.control.policy import FixedLength, LengthPolicy, Scope
 from adaptive.decoding.loop import Decoding, Request, Step
 from adaptive.decoding.text import TextStream

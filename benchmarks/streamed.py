@@ -30,7 +30,8 @@ import torch
 from trees import PROMPTS
 
 from adaptive.assistant import Assistant
-from adaptive.control.nodes import LengthByCost, NodesByCost
+from adaptive.control.lengths import LengthByCost
+from adaptive.control.nodes import NodesByCost
 from adaptive.control.policy import FixedLength, LengthPolicy
 from adaptive.decoding.loop import Decoding
 from adaptive.drafting.ahead import AheadDrafter

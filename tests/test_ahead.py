@@ -122,6 +122,44 @@ def test_a_proposal_that_was_ready_is_the_one_that_would_have_been_made(
 
 
 @pytest.mark.parametrize("kind", [ChainAhead, GuessAhead])
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.3, seed=4)], ids=["greedy", "seed"])
+@pytest.mark.parametrize("last", [Advice.LAST, Advice.DROP])
+def test_a_chain_drafted_ahead_ends_where_the_adviser_ends_it(
+    models: tuple[TransformersEngine, TransformersEngine],
+    counted: None,
+    kind: Any,
+    params: SamplingParams,
+    last: Advice,
+) -> None:
+    """Where a fresh one would end, of the same confidences, and without a pass."""
+    draft = models[1]
+    for ended in (1, 2, 4):
+        ahead, committed = drafter_of(kind, draft, params, VOCAB), list(PROMPT)
+        proposal = ahead.propose(committed, 4)
+        assert proposal is not None
+        committed += proposal.tokens
+        following = drafter_of(ChainAhead, draft, params, VOCAB).drafter.propose(list(committed), 1)
+        committed += following.tokens
+        ahead.rollback(len(committed) - 1)
+        made, sure = [], []
+        for drafter in (ahead.drafter, drafter_of(kind, draft, params, VOCAB).drafter):
+            seen = list[float]()
+
+            def advise(position: int, confidence: float, seen: list[float] = seen, ended: int = ended) -> Advice:
+                seen.append(confidence)
+                return last if position == ended else Advice.MORE
+
+            before = Counting.passes
+            chain = drafter.propose(list(committed), 4, advise)
+            made.append(None if chain is None else as_list(chain.tokens))
+            sure.append(seen)
+            assert (Counting.passes == before) is (drafter is ahead.drafter)
+        assert made[0] == made[1]
+        assert len(made[0] or []) == ended - (last is Advice.DROP)
+        assert sure[0] == pytest.approx(sure[1])
+
+
+@pytest.mark.parametrize("kind", [ChainAhead, GuessAhead])
 def test_what_was_drafted_ahead_leaves_nothing_behind(
     models: tuple[TransformersEngine, TransformersEngine], kind: Any
 ) -> None:

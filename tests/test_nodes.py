@@ -73,7 +73,7 @@ def test_a_node_is_drafted_where_it_pays(seconds: Callable[[int], float]) -> Non
 def test_nodes_that_were_dear_for_a_while_are_drafted_again() -> None:
     policy, node_s, seen = NodesByCost(), [0.5], list[float]()
     for _ in speeds(policy, lambda n: 1 + node_s[0] * n, sure_or_lost):
-        seen.append(policy.chosen.nodes)
+        seen.append(policy.chosen.size)
         node_s[0] = 0.005
     assert seen[-1] > max(8, 2 * seen[0])
 

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from test_head_lossless import alone, said, settings_of
 
 from adaptive.assistant import Assistant, length_policy
-from adaptive.control.nodes import LENGTHS, LengthByCost, NodesByCost
+from adaptive.control.lengths import LENGTHS, LengthByCost
+from adaptive.control.nodes import NodesByCost
 from adaptive.control.policy import FixedLength
 from adaptive.engines.cpu.kernels import library
 from adaptive.engines.head.engine import HeadEngine

@@ -72,7 +72,7 @@ class TreeAdviser:
 
     def __init__(self) -> None:
         self.sharpness = 1.0
-        self.least: list[float] = []
+        self.least: Sequence[float] = ()
         self.expected: float | None = None
 
     def __call__(self, position: int, confidence: float) -> Advice:

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from adaptive.control.costs import LONGEST
-from adaptive.control.policy import Adviser
+from adaptive.control.policy import Advice, Adviser
 from adaptive.drafting.model import ModelDrafter, PreparesProposals
-from adaptive.drafting.outcomes import SLICE, ChainAhead, compact, rows_of, size_of, stacked
+from adaptive.drafting.outcomes import SLICE, Behind, ChainAhead, advised, compact, rows_of, size_of, stacked
 from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.tree import Tree, TreeDrafter
 from adaptive.engines.protocol import Engine
@@ -48,23 +48,25 @@ class GuessAhead(ModelDrafter):
         self._text: list[int] = []  # the committed text at the last proposal, and the proposed tokens
         self._ahead: list[int] = []  # the guessed next token, and the tokens drafted behind it
         self._rows: list[Any] = []  # the distributions that these were drawn from
+        self._sure: list[float] = []  # the draft's confidence in each
         self._most = 0
 
     def propose(self, committed: list[int], length: int, advise: Adviser | None = None) -> Proposal | None:
-        """See ``ModelDrafter``; the beginning may be drafted already. Nothing is drafted ahead if there is an
-        ``advise``, or if the logits processor is active, since the verifier uses that at the same time."""
-        anew = advise is not None or self._adjusts
-        guessed = not anew and self._guessed(committed)
-        if not guessed:
+        """See ``ModelDrafter``; the beginning may be drafted already. Nothing is drafted ahead if the logits processor
+        is active, since the verifier uses that at the same time."""
+        if self._adjusts:
             self._forget_guess()
-        if anew:
             return self._proposed(committed, super().propose(committed, length, advise), 0)
-        ready, rows = (self._ahead[1:], self._rows[1:]) if guessed else ([], [])
-        tokens, rows = ready[:length], rows[:length]
-        if guessed:  # more may be ready than are asked for
+        tokens, rows, ended = list[int](), list[Any](), False
+        if self._guessed(committed):
+            tokens, rows, ended = advised(self._ahead[1:], self._rows[1:], self._sure[1:], length, advise)
+            # More may be ready than are asked for.
             self.sequence.rollback(min(self.sequence.length, len(committed) + len(tokens) - 1))
-        if len(tokens) < length:
-            more = super().propose([*committed, *tokens], length - len(tokens))
+        else:
+            self._forget_guess()
+        if not ended and len(tokens) < length:
+            behind = advise if advise is None or not tokens else Behind(advise, len(tokens))
+            more = self.go_on(committed, tokens, length - len(tokens), behind)
             more = None if more is None else more.closed()
             if more is not None:
                 tokens, rows = tokens + as_list(more.tokens), rows + rows_of(more)
@@ -79,8 +81,11 @@ class GuessAhead(ModelDrafter):
         """Drop what was drafted ahead and is not used. A guess that came true is still in the cache if others drafted
         the rounds since then."""
         if self._ahead:
-            self._ahead, self._rows = [], []
+            self._drop_guess()
             self.sequence.rollback(min(self.sequence.length, len(self._text)))
+
+    def _drop_guess(self) -> None:
+        self._ahead, self._rows, self._sure = [], [], []
 
     def _guessed(self, committed: list[int]) -> bool:
         """Whether the committed text is the one that was guessed."""
@@ -89,7 +94,7 @@ class GuessAhead(ModelDrafter):
         return near and committed[:held] == self._text
 
     def _proposed(self, committed: list[int], proposal: Proposal | None, length: int) -> Proposal | None:
-        self._ahead, self._rows = [], []
+        self._drop_guess()
         self._given, self._most = committed, 0 if proposal is None else length
         self._text = list(committed) if proposal is None else [*committed, *as_list(proposal.tokens)]
         return proposal
@@ -99,12 +104,17 @@ class GuessAhead(ModelDrafter):
         behind = [*self._text, *self._ahead]
         if len(self._ahead) > self._most or not self._most or self.limit(len(behind)) < 1:
             return False
-        drafted = super().propose(behind, 1)
+        drafted = super().propose(behind, 1, self._note)
         if drafted is None:
             return False
         self._ahead += as_list(drafted.tokens)
         self._rows += [None if row is None else compact(row) for row in rows_of(drafted)]
         return len(self._ahead) <= self._most
+
+    def _note(self, position: int, confidence: float) -> Advice:
+        """An adviser that keeps the confidence."""
+        self._sure.append(confidence)
+        return Advice.MORE
 
     @property
     def memory(self) -> int:
@@ -116,7 +126,7 @@ class GuessAhead(ModelDrafter):
         others have drafted: then the text behind the guess is not the one in the cache."""
         if not (length >= len(self._text) and self._guessed(self._given)):
             stands = min(length, len(self._text)) if self._ahead else length
-            self._ahead, self._rows = [], []
+            self._drop_guess()
             super().rollback(stands)
 
 

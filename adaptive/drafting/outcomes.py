@@ -86,9 +86,11 @@ class ChainAhead(ModelDrafter):
         if self._adjusts:
             self._most = 0
             return super().propose(committed, length, advise)
-        tokens, rows, ended = ([], [], False) if outcome is None else _used(outcome, length, advise)
+        tokens, rows, ended = list[int](), list[Any](), False
+        if outcome is not None:
+            tokens, rows, ended = advised(outcome.tokens, outcome.rows, outcome.sure, length, advise)
         if not ended and len(tokens) < length:
-            behind = advise if advise is None or not tokens else _Behind(advise, len(tokens))
+            behind = advise if advise is None or not tokens else Behind(advise, len(tokens))
             more = self.go_on(committed, tokens, length - len(tokens), behind)
             more = None if more is None else more.closed()
             if more is not None:
@@ -245,7 +247,7 @@ class ChainAhead(ModelDrafter):
         super().rollback(length)
 
 
-class _Behind:
+class Behind:
     """An adviser for tokens that come after ``before`` others of the same draft."""
 
     def __init__(self, advise: Adviser, before: int) -> None:
@@ -255,18 +257,19 @@ class _Behind:
         return self.advise(position + self.before, confidence)
 
 
-def _used(outcome: Outcome, length: int, advise: Adviser | None) -> tuple[list[int], list[Any], bool]:
-    """The tokens and distributions drafted behind an outcome, as far as the adviser accepts them, and whether the
-    adviser ended the draft."""
-    most = min(length, len(outcome.tokens))
-    if advise is None:
-        return outcome.tokens[:most], outcome.rows[:most], False
-    for count in range(most):
-        advice = advise(count + 1, outcome.sure[count])
-        if advice is not Advice.MORE:
-            kept = count + (advice is Advice.LAST)
-            return outcome.tokens[:kept], outcome.rows[:kept], True
-    return outcome.tokens[:most], outcome.rows[:most], False
+def advised(
+    tokens: list[int], rows: list[Any], sure: list[float], length: int, advise: Adviser | None
+) -> tuple[list[int], list[Any], bool]:
+    """Of tokens drafted ahead, with the distributions and the draft's confidence: at most ``length``, as far as the
+    adviser accepts them, and whether the adviser ended the draft."""
+    most = min(length, len(tokens))
+    if advise is not None:
+        for count in range(most):
+            advice = advise(count + 1, sure[count])
+            if advice is not Advice.MORE:
+                kept = count + (advice is Advice.LAST)
+                return tokens[:kept], rows[:kept], True
+    return tokens[:most], rows[:most], False
 
 
 def rows_of(proposal: Proposal) -> list[Any]:
