@@ -59,6 +59,9 @@ LEAST_MARGINAL, MOST_MARGINAL = 0.05, 4.0
 COMPARED = 3
 # Decisions for which the best length by acceptance at each position is kept: its inputs change by a percent per round.
 REFRESH = 4
+# Weight of one decision in the running mean of what a decision takes, and the times that a try takes as long: it is
+# decided about before, learned from, and decided about after. Next to passes of half a millisecond that is not little.
+DECIDING_STEP, DECISIONS = 0.05, 3.0
 # Weight of one answer in the running mean of answer lengths, and its initial value (tokens).
 ANSWER_STEP, ANSWER_TOKENS = 0.1, 100.0
 
@@ -104,6 +107,7 @@ class GoodputLength(LengthPolicy):
         self.sure: list[list[int]] = []
         self.elapsed = Elapsed()  # rounds of this answer and the time between them; ``next_length`` is its question
         self.decided, self.waiting, self.context = False, 0, 0  # ``context`` is that of the last decision
+        self.deciding_s = 0.0  # mean seconds of a decision
         self.age = 0  # decisions since the best length by position was computed; 0 to compute it
         self.batch = BatchSize()
         self.stopping = Stopping(self.longest, LONGEST_BATCH)
@@ -124,7 +128,9 @@ class GoodputLength(LengthPolicy):
         self.waiting = waiting
         self.stopping.clear()
         if not self.decided:
+            began = self.clock()
             self._decide(context, waiting)
+            self.deciding_s += DECIDING_STEP * (self.clock() - began - self.deciding_s)
         if not self.blocks.left and limit > 0 and self._block_is_due(waiting):
             self.settle()
             self.blocks.begin()
@@ -233,8 +239,9 @@ class GoodputLength(LengthPolicy):
         return (costs.draft(1, waiting) + costs.verify(1) - costs.plain() + self._going_back()) / self.plain_s
 
     def _going_back(self) -> float:
-        """The additional seconds of the first plain step after another round, over the next plain step."""
-        return self.costs.verify(0) - self.costs.plain()
+        """The additional seconds of the first plain step after another round, over the next plain step, and of the
+        decisions that only a try makes necessary."""
+        return self.costs.verify(0) - self.costs.plain() + DECISIONS * self.deciding_s
 
     def _marginal(self) -> float:
         """The real cost of a second of drafting and verifying beyond a plain round's, relative to plain rounds: less
