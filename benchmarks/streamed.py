@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=0, help="prompts at the beginning that are left out")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--ends", action="store_true", help="answers end where the target ends them, if earlier")
     parser.add_argument("--temperatures", type=float, nargs="*", default=[0.7, 0.0])
     parser.add_argument("--chains", type=int, nargs="*", default=[4, 8, 16])
     parser.add_argument("--trees", type=int, nargs="*", default=[16, 32, 64])
@@ -181,13 +182,16 @@ def decoding(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
                 assistant = Assistant(pair, policies[name], None)
                 assistant.chance = random.Random(number)
                 # Plain decoding is shorter: it takes the same time for every token.
-                stop = StopParams(max(6, args.tokens // 8) if name == "plain" else args.tokens, ignore_eos=True)
+                stop = StopParams(args.tokens, ignore_eos=not args.ends)
+                if name == "plain":
+                    stop = StopParams(max(6, args.tokens // 8), ignore_eos=True)
                 for _ in assistant.chat([Message("user", prompt)], sampling, stop):
                     pass
                 answer = assistant.last
                 assert answer is not None
                 seen[name].append((len(answer.output) - 1, len(answer.rounds), answer.timings.predicted_s))
-        print(f"temperature {temperature}, {args.kind}, {len(prompts)} prompts of {args.tokens} tokens:")
+        most = "at most " if args.ends else ""
+        print(f"temperature {temperature}, {args.kind}, {len(prompts)} prompts of {most}{args.tokens} tokens:")
         plain = 0.0
         for name, found in seen.items():
             tokens, rounds, seconds = (sum(column) for column in zip(*found, strict=True))
