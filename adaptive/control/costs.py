@@ -56,7 +56,7 @@ WITNESSES, LATELY = 3, 16
 STRAY = 0.25
 # Rounds of an explored length whose median is believed. Fewer: a single stray pass decides.
 FEWEST_EXPLORED = 3
-# Rounds of a batch up to which all are learned from. In longer batches, during which nothing changes, every second is.
+# Rounds of a batch up to which all are learned from. Of a longer batch, during which nothing changes, so many are.
 FEW = 23
 # The longest draft that is considered anywhere, in tokens.
 LONGEST = 16
@@ -242,7 +242,7 @@ class CostModel:
         """Learn from finished rounds. Returns whether a cost that was far too high has just been corrected."""
         if rounds and not self.measured:
             self._first(rounds[0].outcome)
-        rounds = rounds[:: 1 if len(rounds) <= FEW else 2]
+        rounds = rounds[:: math.ceil(len(rounds) / FEW) or 1]
         passes: list[tuple[int, float]] = []
         shares = self._shares(rounds)
         common = 0.0

@@ -286,7 +286,7 @@ class GoodputLength(LengthPolicy):
     def _keep(self, outcome: Round, apart: bool = False) -> None:
         """A round ``apart`` teaches only costs and confidence: it is of another kind than the rounds being decided
         about."""
-        bins = self._bins()
+        bins = self._bins() if self.length else []
         steps = len(bins) if self.attentive else outcome.first or outcome.drafted
         # A draft on another machine may come too late, or refuse. The wait is a price of drafting, and shows nothing of
         # the time that drafts take.
@@ -330,9 +330,17 @@ class GoodputLength(LengthPolicy):
             self.recent.forget()
             self.times = SeenTimes()
             self.age = 0
-        compared = self.costs.round(COMPARED) / self.costs.round(0)
+        plain_s = self.costs.round(0)
+        compared = self.costs.round(COMPARED) / plain_s
+        overhead_s = self.costs.speed * self.costs.overhead_s
         for timed, bins in zip(seen, sure, strict=True):
-            self._learn(timed, bins, compared)
+            if timed.steps:
+                self._learn(timed, bins, compared)
+                continue
+            self.tries.earn()
+            if timed.settled and timed.again:
+                took = timed.outcome.draft_s + timed.outcome.verify_s + overhead_s
+                self.times.observe(False, took, plain_s, compared)
         self.acceptance.observe([timed.own for timed in seen if timed.outcome.drafted and not timed.apart])
         if any(sure):
             self.calibration.calibrate()
@@ -347,14 +355,9 @@ class GoodputLength(LengthPolicy):
         return bool(seen) and self.costs.observe(seen)
 
     def _learn(self, timed: Timed, bins: list[int], compared: float) -> None:
-        """Update rate, budget and calibration by one round; ``compared`` as in ``SeenTimes``."""
-        costs, own, (outcome, steps, waiting, again, settled, tried, apart) = self.costs, timed.own, timed
+        """Update rate, budget and calibration by one round that drafted; ``compared`` as in ``SeenTimes``."""
+        costs, own, (outcome, steps, waiting, _, settled, tried, apart) = self.costs, timed.own, timed
         took = outcome.draft_s + outcome.verify_s + costs.speed * costs.overhead_s
-        if not steps:
-            self.tries.earn()
-            if settled and again:
-                self.times.observe(False, took, costs.round(0), compared)
-            return
         whole = costs.draft(steps, waiting) + costs.beside_drafting(outcome.drafted)
         if settled and outcome.drafted:
             self.times.observe(True, took, whole, compared)
