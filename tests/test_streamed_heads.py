@@ -11,9 +11,12 @@ import torch
 from conftest import BUNDLED, Command, save_head, save_random_pair
 from foreign_heads import save_eagle, save_eagle_target, save_with_mtp
 from safetensors.torch import load_file, save_file
+from test_batch import alone as one_by_one
+from test_batch import together
 from test_head_lossless import alone, said, settings_of
 
-from adaptive.assistant import Assistant, length_policy
+from adaptive.answering import Question
+from adaptive.assistant import Assistant, encode_chat, length_policy
 from adaptive.control.lengths import LENGTHS, LengthByCost
 from adaptive.control.nodes import NodesByCost
 from adaptive.control.policy import FixedLength
@@ -24,12 +27,13 @@ from adaptive.engines.load import Forward, forward_of
 from adaptive.measure import drafts_for_disk, makes_trees
 from adaptive.pair import Pair, grows_on, load_pair
 from adaptive.settings import load_settings
-from adaptive.types import Round
+from adaptive.types import Message, Round, SamplingParams, StopParams
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the kernels were not built")
 
 # Of the bundled target's 60 MB, and of the random one's.
 LITTLE = {"tied": "20MB", "untied": "2.5MB"}
+STOP = StopParams(40, ignore_eos=True)
 PROMPTS = ["Write a function that adds two numbers.", "What is 12 times 3?"]
 
 
@@ -126,6 +130,28 @@ def test_an_eagle_head_reads_states_between_layers_on_disk(form: str, tmp_path: 
     assert torch.equal(*(sequence.features(0, len(tokens)) for sequence in held))
     policy = length_policy(load_settings({}), disk=drafts_for_disk(streamed), trees=makes_trees(streamed))
     assert isinstance(policy, LengthByCost)
+
+
+def test_answers_at_once_with_chains_that_end_by_confidence_are_those_of_one_after_the_other(tmp_path: Path) -> None:
+    """Of a head that makes no trees."""
+    target = save_eagle_target(tmp_path / "target")
+    pair = load_pair(settings_of(target, save_eagle(target, tmp_path / "head", "speculators"), memory="2.6MB"))
+    sampling = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=5)]
+    asked = [
+        Question(
+            encode_chat(pair, [Message("user", PROMPTS[number % 2])]), (), f"{number}", sampling[number // 2], STOP
+        )
+        for number in range(4)
+    ]
+    right = one_by_one(Assistant(pair, FixedLength(0), None), asked)
+    policy = LengthByCost()
+    assistant = Assistant(pair, policy, None)
+    assert one_by_one(assistant, asked) == right
+    assert policy.chosen.weight > 0  # drafts asked about their tokens
+    before = policy.rounds
+    for late in ((), (1, 3)):
+        assert together(assistant, asked, late) == right
+    assert policy.rounds > before
 
 
 @pytest.mark.thorough
