@@ -200,7 +200,7 @@ def test_one_is_grown_from_what_the_target_says(tmp_path: Path, adaptive: Comman
     asked.write_text("\n".join(lines), encoding="utf-8")
     alone = ("--target", str(BUNDLED / "target"), "--memory", "20MB", "--dtype", "float32")
     status, _, errors = adaptive(
-        "distill", "--prompts", str(asked), "--max-new-tokens", "40", "--max-seconds", "20", *alone
+        "distill", "--prompts", str(asked), "--max-new-tokens", "40", "--max-seconds", "40", *alone
     )
     assert status == 0, errors
     status, out, errors = adaptive("adapters", "list", "--json", *alone[:2])
