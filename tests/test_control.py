@@ -167,23 +167,6 @@ def test_a_useless_draft_costs_at_most_two_percent(attentive: bool) -> None:
     assert world.tokens / world.seconds > 0.98 / (TABLE.verify_s[0] + TABLE.overhead_s + TABLE.token_s)
 
 
-class SlowToDecide(GoodputLength):
-    """Each decision takes a fifth of a plain round, as next to passes of half a millisecond."""
-
-    def _decide(self, context: int, waiting: int) -> None:
-        super()._decide(context, waiting)
-        assert isinstance(self.clock, Clock)
-        self.clock.now += 0.2
-
-
-def test_the_time_of_decisions_counts_as_that_of_tries() -> None:
-    clock = Clock()
-    world = World(SlowToDecide(TABLE, clock=clock), clock)
-    for _ in range(3000):
-        world.round([0.02] * 16)
-    assert world.tokens / clock.now > 0.978 / (TABLE.verify_s[0] + TABLE.overhead_s + TABLE.token_s)
-
-
 @pytest.mark.parametrize("attentive", [True, False])
 def test_a_noisy_clock_does_not_pay_for_tries(attentive: bool) -> None:
     """A try that seemed short by chance adds nothing to the budget."""

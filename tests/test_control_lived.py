@@ -95,6 +95,23 @@ def drafted_share(world: World, acceptance: list[float], rounds: int) -> float:
 
 
 @pytest.mark.thorough
+class SlowToDecide(GoodputLength):
+    """Each decision takes a fifth of a plain round, as next to passes of half a millisecond."""
+
+    def _decide(self, context: int, waiting: int) -> None:
+        super()._decide(context, waiting)
+        assert isinstance(self.clock, Clock)
+        self.clock.now += 0.2
+
+
+def test_the_time_of_decisions_counts_as_that_of_tries() -> None:
+    clock = Clock()
+    world = World(SlowToDecide(TABLE, clock=clock), clock)
+    for _ in range(3000):
+        world.round([0.02] * 16)
+    assert world.tokens / clock.now > 0.978 / (TABLE.verify_s[0] + TABLE.overhead_s + TABLE.token_s)
+
+
 def test_rounds_that_wait_for_a_core_count_by_their_mean() -> None:
     """A plain step usually takes 1 second and a drafted round 2.2 for 1.8 tokens, so that drafting loses.
 

@@ -130,7 +130,8 @@ class GoodputLength(LengthPolicy):
         if not self.decided:
             began = self.clock()
             self._decide(context, waiting)
-            self.deciding_s += DECIDING_STEP * (self.clock() - began - self.deciding_s)
+            took = min(self.clock() - began, self.plain_s)  # in case the process was stopped meanwhile
+            self.deciding_s += DECIDING_STEP * (took - self.deciding_s)
         if not self.blocks.left and limit > 0 and self._block_is_due(waiting):
             self.settle()
             self.blocks.begin()
@@ -286,7 +287,7 @@ class GoodputLength(LengthPolicy):
     def _keep(self, outcome: Round, apart: bool = False) -> None:
         """A round ``apart`` teaches only costs and confidence: it is of another kind than the rounds being decided
         about."""
-        bins = self._bins() if self.length else []
+        bins = self._bins()
         steps = len(bins) if self.attentive else outcome.first or outcome.drafted
         # A draft on another machine may come too late, or refuse. The wait is a price of drafting, and shows nothing of
         # the time that drafts take.

@@ -110,25 +110,29 @@ class SizeByCost(LengthPolicy, Generic[Asking]):
 
     def advise(self, adviser: Asking, greedy: bool, answers: int = 1) -> int:
         """Prepare ``adviser`` for the next round of a ``greedy`` or a sampled answer, whose pass ``answers`` answers
-        share. Returns the place of the largest size; 0, for plain decoding, if no draft pays and no try is due. In the
-        first rounds, for a draft that does not ask, or if rounds do not tell what a token takes, that is a size to try,
-        or the best one, and no token is left out."""
-        self.prepare(adviser, greedy, ())
+        share. Returns the place of the largest size; 0, for plain decoding, if no draft pays and no try is due."""
+        place, least = self._plan(answers)
+        self.prepare(adviser, greedy, least)
+        return place
+
+    def _plan(self, answers: int) -> tuple[int, Sequence[float]]:
+        """The place of the largest size, and ``prepare``'s ``least``. In the first rounds, for a draft that does not
+        ask, or if rounds do not tell what a token takes, that is a size to try, or the best one, and no token is left
+        out."""
         if not self.sums[0] or (answers == 1 and self.rounds < len(self.first_tries)):
-            return self._first_try()
+            return self._first_try(), ()
         if not self.chosen.weight or self._seconds(1) <= self._seconds(0):
-            return self._next()
+            return self._next(), ()
         due = self.rounds % TRY_EVERY == TRY_EVERY - 1
         if not due and self.chosen.value / self._seconds(self.chosen.size) < 1.0 / self._seconds(0):
-            return 0
+            return 0, ()
         together = self._seconds(0) + answers * (self._seconds(self.chosen.size) - self._seconds(0))
         rate = answers * self.chosen.value / together
         if due:
             rate *= OTHER_LEAST if self.rounds // TRY_EVERY % 2 else 1.0 / OTHER_LEAST
         steps = self._token_seconds()
         least = [rate * steps[min(answers * place, len(steps)) - 1] for place in range(1, len(steps) + 1)]
-        self.prepare(adviser, greedy, least)
-        return len(self.sizes) - 1
+        return len(self.sizes) - 1, least
 
     def _token_seconds(self) -> list[float]:
         """What each token adds to the seconds of a round, by its place; none more than the one after it. What the first
