@@ -216,8 +216,9 @@ class Assistant:
         grammar: Grammar | None = None,
         marks: Mapping[int, str] | None = None,
     ) -> Iterator[Step]:
-        """Answer a chat; the part of it that is in the caches is not computed again. ``marks`` as in ``Question``."""
-        prompt = encode_chat(self.pair, messages)
+        """Answer a chat; the part of it that is in the caches is not computed again. ``marks`` as in ``Question``. A
+        ``grammar`` applies from the first token, so it turns thinking off in templates that have a switch for it."""
+        prompt = encode_chat(self.pair, messages, thinks=grammar is None)
         return self.answer(
             Question(prompt, tuple(messages), "", sampling, stop, session, domain, record, grammar=grammar, marks=marks)
         )
@@ -373,10 +374,12 @@ class Assistant:
         return AheadDrafter(drafts_ahead(draft, self.policy.tree)(*given), self._worker)
 
 
-def encode_chat(pair: Pair, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a chat with the generation prompt. Raises AdaptiveError as ``render_chat``."""
+def encode_chat(pair: Pair, messages: Sequence[Message], thinks: bool = True) -> list[int]:
+    """Token ids of a chat with the generation prompt; unless it ``thinks``, without thinking, if the template can turn
+    it off. Raises AdaptiveError as ``render_chat``."""
     chat = [{"role": m.role, "content": m.content} for m in messages]
-    return render_chat(pair.tokenizer, chat, pair.target.context_length)
+    variables = None if thinks else {"enable_thinking": False}
+    return render_chat(pair.tokenizer, chat, pair.target.context_length, None, variables)
 
 
 def _end_tokens(pair: Pair) -> frozenset[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,21 @@ def test_it_answers_streams_keeps_a_log_and_says_how_it_decoded(own_home: Path) 
     assert [g.text for g in kept[:2]] == [whole, whole]
     assert kept[-1].session == "mine"
     assert kept[-1].text.startswith(first)
+
+
+def test_an_answer_in_a_schema_does_not_begin_in_a_thought(tmp_path: Path, own_home: Path) -> None:
+    shutil.copytree(BUNDLED / "target", tmp_path / "target")
+    thinks = "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% endif %}"
+    template = tmp_path / "target" / "chat_template.jinja"
+    template.write_text(template.read_text(encoding="utf-8") + thinks, encoding="utf-8")
+    with Assistant(target=str(tmp_path / "target"), draft=str(BUNDLED / "draft"), draft_length="0") as assistant:
+        assistant.ask("Name a colour.", max_new_tokens=2)
+        assistant.ask("Name a colour.", json_schema={"enum": ["red", "green"]})
+        state = assistant._opened.state
+    with Log(state.records) as log:
+        free, kept = (entry.generation.prompt.tolist() for entry in log.generations())
+    assert len(free) > len(kept)
+    assert free[: len(kept)] == kept
 
 
 def test_its_figures_name_the_adapter_of_the_answer(tmp_path: Path) -> None:

@@ -130,6 +130,20 @@ def test_what_a_model_thinks_is_told_apart(client: openai.OpenAI) -> None:
     assert effort.content == client.chat.completions.create(**asked).choices[0].message.content
 
 
+def test_thinking_before_a_format_is_free(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "What swims?"}]
+    asked: Any = {"model": "any", "messages": messages, "max_tokens": 12, "temperature": 0}
+    kept: Any = {**asked, "response_format": {"type": "json_object"}}
+    thinking: Any = {"extra_body": {"enable_thinking": True}}
+    free = client.chat.completions.create(**asked, **thinking).choices[0].message
+    before: Any = client.chat.completions.create(**kept, **thinking).choices[0].message
+    assert before.reasoning_content == free.reasoning_content  # type: ignore[attr-defined]
+    assert not before.content
+    effort: Any = client.chat.completions.create(**kept, reasoning_effort="low").choices[0].message
+    assert effort.reasoning_content == before.reasoning_content
+    assert (client.chat.completions.create(**kept).choices[0].message.content or "").startswith("{")
+
+
 def test_a_tool_is_called_by_a_chat_and_its_result_read(client: openai.OpenAI) -> None:
     function = {key: TOOL[key] for key in ("name", "description", "parameters")}
     tools: Any = [{"type": "function", "function": function}]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_service_formats import FAMILIES, TOOLS, Family, read, sorted_out, tokenizer
+from test_service_formats import FAMILIES, OSLO, TOOLS, Family, read, sorted_out, tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from adaptive.decoding.text import TextStream
@@ -86,6 +86,70 @@ def test_a_format_alone_applies_to_the_text_behind_its_marks() -> None:
         assert sorted_out(read(ready.reading, [f"<|channel|>final<|message|>{text}"])) == (text, "", [])
 
 
+THINKING = {
+    "Hermes": ("<think>\nWarm?\n", "</think>\n\n"),
+    "GLM": ("<think>Warm?", "</think>"),
+    "Mistral": ("[THINK]Warm?", "[/THINK]"),
+    "Gemma 4": ("<|channel>thought\nWarm?", "<channel|>"),
+    "gpt-oss": ("<|channel|>analysis<|message|>Warm?", "<|end|><|start|>assistant"),
+}
+ASKED = "{% if enable_thinking %} {% endif %}"
+
+
+@pytest.mark.parametrize("name", THINKING)
+@pytest.mark.parametrize("form", ["format", "format or call", "call"])
+def test_who_asks_for_thinking_gets_it_before_the_format(name: str, form: str) -> None:
+    family, (thoughts, ends) = FAMILIES[name], THINKING[name]
+    known = tokenizer(f"{{{{ messages[0].content }}}} {{# tools {family.shown} #}}{ASKED}", family.special)
+    known.add_special_tokens({"eos_token": "<|return|>"})  # the bundled one ends a thought in gpt-oss
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Who?"}], "enable_thinking": True}
+    if form != "call":
+        asked["json_schema"] = NAMED
+    if form != "format":
+        asked |= {"tools": TOOLS, "tool_choice": "required" if form == "call" else "auto"}
+    ready = prepare(ChatRequest.model_validate(asked), known, 2048)
+    layout = ready.reading.format.layout
+    assert layout is not None
+    assert ready.grammar is not None
+    answers = [layout.text + '{"name": "Ann"}'] * (form != "call") + [CALLS[name]] * (form != "format")
+    for answer in answers:
+        assert allowed(known, ready.grammar, thoughts + ends + answer)
+        assert allowed(known, ready.grammar, answer)
+        assert not allowed(known, ready.grammar, thoughts + answer)
+        assert not allowed(known, ready.grammar, thoughts + ends + thoughts + ends + answer)
+        text, thought, calls = sorted_out(read(ready.reading, [thoughts + ends + answer]))
+        assert thought == "Warm?"
+        assert (text, calls) == (("", [OSLO]) if answer == CALLS[name] else ('{"name": "Ann"}', []))
+
+
+@pytest.mark.parametrize("form", ["format", "format or call", "call"])
+def test_thinking_that_the_prompt_has_opened_ends_before_the_format(form: str) -> None:
+    known = tokenizer("{{ messages[0].content }}{# tools <tool_call> #}<think>\n")
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Who?"}]}
+    if form != "call":
+        asked["json_schema"] = NAMED
+    if form != "format":
+        asked |= {"tools": TOOLS, "tool_choice": "required" if form == "call" else "auto"}
+    ready = prepare(ChatRequest.model_validate(asked), known, 2048)
+    assert ready.grammar is not None
+    answer = '{"name": "Ann"}' if form != "call" else CALLS["Hermes"]
+    assert allowed(known, ready.grammar, f"Warm?\n</think>\n\n{answer}")
+    assert allowed(known, ready.grammar, f"</think>{answer}")
+    assert not allowed(known, ready.grammar, answer)
+    assert not allowed(known, ready.grammar, f"Warm?\n</think>\n\nSure: {answer}")
+    text, thought, calls = sorted_out(read(ready.reading, list(f"Warm?\n</think>\n\n{answer}")))
+    assert thought == "Warm?"
+    assert (text, calls) == (("", [OSLO]) if form == "call" else (answer, []))
+
+
+def test_a_grammar_applies_from_the_first_token() -> None:
+    known = tokenizer("{{ messages[0].content }}<think>\n")
+    asked = {"messages": [{"role": "user", "content": "Who?"}], "grammar": 'root ::= "yes"'}
+    ready = prepare(ChatRequest.model_validate(asked), known, 2048)
+    assert ready.grammar == notation('root ::= "yes"')
+    assert sorted_out(read(ready.reading, ["yes"])) == ("yes", "", [])
+
+
 CALLING = [
     "Hermes", "Qwen 3.5", "GLM", "Mistral", "Mistral before 2025", "Llama 3", "Gemma 4", "FunctionGemma", "gpt-oss",
 ]  # fmt: skip
@@ -107,6 +171,13 @@ def test_a_model_that_has_to_call_calls(name: str) -> None:
 
 NAMED = {"type": "object", "properties": {"name": {"enum": ["Ann", "<think>"]}, "age": {"type": "integer"}},
          "required": ["name"], "additionalProperties": False}  # fmt: skip
+CALLS = {
+    "Hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+    "GLM": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>",
+    "Mistral": '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}',
+    "Gemma 4": '<|tool_call>call:weather{city:<|"|>Oslo<|"|>}<tool_call|>',
+    "gpt-oss": '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}',
+}
 TEXTS = {
     "schema": json_schema(NAMED),
     "regex": Grammar("regex", '[{]"name": ?"(Ann|<think>)"[}]'),

@@ -278,6 +278,7 @@ def test_what_is_passed_over_stands_in_the_page(asked: type[RequestBody]) -> Non
 
 
 THINKS = ROLES + "{% if enable_thinking is defined %}({{ enable_thinking }}){% endif %}"
+MARKS = "{# <think> </think> #}"
 TALKS = THINKS + "{# tools #}"
 EFFORT = ROLES + "({{ reasoning_effort }})"
 
@@ -294,6 +295,12 @@ EFFORT = ROLES + "({{ reasoning_effort }})"
         (THINKS, {"response_format": {"type": "json_object"}, "enable_thinking": True}, "(True)"),
         (THINKS, {"response_format": {"type": "json_object"}, "reasoning_effort": "high"}, "(False)"),
         (TALKS, {"tools": TOOLS, "tool_choice": "required", "reasoning_effort": "high"}, "(False)"),
+        (THINKS + MARKS, {"response_format": {"type": "json_object"}}, "(False)"),
+        (THINKS + MARKS, {"response_format": {"type": "json_object"}, "reasoning_effort": "low"}, "(True)"),
+        (THINKS + MARKS, {"response_format": {"type": "json_object"}, "reasoning_effort": "none"}, "(False)"),
+        (THINKS + MARKS, {"grammar": 'root ::= "yes"', "reasoning_effort": "low"}, "(False)"),
+        (TALKS + MARKS, {"tools": TOOLS, "tool_choice": "required"}, "(False)"),
+        (TALKS + MARKS, {"tools": TOOLS, "tool_choice": "required", "reasoning_effort": "high"}, "(True)"),
         (THINKS + EFFORT, {"reasoning_effort": "none"}, "(False)[user]Hello(none)"),
         (THINKS + EFFORT, {"reasoning_effort": "high"}, "Hello[user]Hello(high)"),
         (EFFORT, {"reasoning_effort": "high"}, "(high)"),
@@ -325,10 +332,10 @@ def test_what_a_template_does_not_read_is_refused(fields: dict[str, Any], said: 
 
 def test_an_answer_in_a_format_is_all_text() -> None:
     known = tokenizer("<think>" + THINKS)
-    asked = chat(response_format={"type": "json_object"}, enable_thinking=True)
-    ready = prepare(asked, known, 2048)
-    assert ready.grammar is not None
-    assert ready.reading.regions == ()
+    for asked in (chat(response_format={"type": "json_object"}), chat(grammar='root ::= "{}"', enable_thinking=True)):
+        ready = prepare(asked, known, 2048)
+        assert ready.grammar is not None
+        assert ready.reading.regions == ()
 
 
 def test_thoughts_and_ids_of_calls_reach_the_template_in_its_words() -> None:
@@ -339,6 +346,8 @@ def test_thoughts_and_ids_of_calls_reach_the_template_in_its_words() -> None:
     template = f"{{% for m in messages %}}{shown}{{% endfor %}}"
     harmony = rendered(chat(said, result), tokenizer(template + "{# <|channel|> <|message|> #}"))
     assert harmony == f"Warm?{call['id']};{call['id']};"
+    newer = {**said, "reasoning": said["reasoning_content"], "reasoning_content": None}  # vLLM's name for it
+    assert rendered(chat(newer, result), tokenizer(template + "{# <|channel|> <|message|> #}")) == harmony
     mistral = rendered(chat(said, result), tokenizer(template + "{# [TOOL_CALLS] #}"))
     first, second, _ = mistral.replace("Warm?", "").split(";")
     assert first == second

@@ -52,6 +52,11 @@ class Reading:
             return wanted
         return tuple(region for region in wanted if region.kind != "call")
 
+    @property
+    def thought(self) -> Region | None:
+        """The region of the model's thinking; None if it does not think."""
+        return self.begun or next((region for region in self.format.regions if region.kind == "thought"), None)
+
     def without_thinking(self) -> Reading:
         """The same for answers that a grammar keeps to calls and visible text."""
         regions = tuple(region for region in self.format.regions if region.kind != "thought")

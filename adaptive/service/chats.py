@@ -16,7 +16,7 @@ from adaptive.encoding import chat_text, render_chat, template_text
 from adaptive.errors import AdaptiveError
 from adaptive.grammar import Grammar
 from adaptive.service.calls import Reading, reading_of
-from adaptive.service.forced import call_or_text, forced_call, marked_text
+from adaptive.service.forced import NESTED, call_or_text, forced_call, marked_text
 from adaptive.service.formats import Format, format_of, function_of
 from adaptive.service.forms import NO_EFFORT, accepted
 from adaptive.service.jobs import Prompt
@@ -51,19 +51,36 @@ def prepare(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, context: int)
     most = 1 if body.parallel_tool_calls is False else None
     reading = reading_of(tokenizer, tools, ids, most)
     marks = reading.marks(tokenizer)
-    if grammar is not None and not tools:
-        marked = marked_text(reading, marks, grammar)
-        if marked is None:
-            return Chat(prompt, grammar, Reading(), {})  # all of the answer is visible text
-        return Chat(prompt, marked, reading.without_thinking(), marks)
+    thinks = _may_think_first(body, reading.format) and _thinks(body, tokenizer, reading)
     if must_call:  # such an answer has no text that a format could apply to
         several = body.tool_choice == "required" and reading.most is None
-        grammar = forced_call(reading, marks, must_call, several)
-    elif grammar is not None and tools:
-        grammar = call_or_text(reading, marks, tools, reading.most is None, grammar)
-    if grammar is not None:
-        reading = reading.without_thinking()
-    return Chat(prompt, grammar, reading, marks)
+        grammar = forced_call(reading, marks, must_call, several, thinks)
+    elif grammar is None:
+        return Chat(prompt, None, reading, marks)
+    elif tools:
+        grammar = call_or_text(reading, marks, tools, reading.most is None, grammar, thinks)
+    elif (marked := marked_text(reading, marks, grammar, thinks)) is not None:
+        grammar = marked
+    else:
+        return Chat(prompt, grammar, Reading(), {})  # all of the answer is visible text
+    return Chat(prompt, grammar, reading if thinks else reading.without_thinking(), marks)
+
+
+def _may_think_first(body: ChatRequest, known: Format) -> bool:
+    """Whether thinking can stand before an answer that must be calls or keep to a format. A grammar applies from the
+    first token."""
+    grammar = body.constrained()
+    kept = bool(body.must_call()) or (grammar is not None and grammar.kind in NESTED)
+    return kept and any(region.kind == "thought" for region in known.regions)
+
+
+def _thinks(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, reading: Reading) -> bool:
+    """Whether the model may think before such an answer: the prompt has opened its thinking, the client asks for it, or
+    it cannot be turned off."""
+    if reading.begun is not None or not reading.format.loose:
+        return True
+    said = variables(body, template_text(tokenizer), reading.format)
+    return bool(said.get("enable_thinking")) or said.get("reasoning_effort", "none") not in NO_EFFORT
 
 
 def rendered(body: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -113,8 +130,8 @@ def variables(body: ChatRequest, template: str, known: Format) -> dict[str, Any]
     """The template's variables: those of the client, and those that control thinking.
 
     ``reasoning_effort`` becomes ``enable_thinking`` if the template only knows the latter, or turns thinking off, and
-    has no effect if it knows neither. A grammar turns thinking off, unless the client turned it on by a variable of the
-    template. Raises AdaptiveError for a client's variable that the template does not read.
+    has no effect if it knows neither. A format, or calls that are required, turn thinking off, unless the client asks
+    for it and it can stand before them. Raises AdaptiveError for a client's variable that the template does not read.
     """
     said, switch = dict(body.chat_template_kwargs or {}), _mentions(template, "enable_thinking")
     if not switch and not said.get("enable_thinking", True):
@@ -129,7 +146,8 @@ def variables(body: ChatRequest, template: str, known: Format) -> dict[str, Any]
         elif body.enable_thinking:
             raise AdaptiveError("enable_thinking: this model's chat template knows no thinking")
     effort = body.reasoning_effort
-    if body.constrained() is not None or body.must_call():  # the grammar applies from the first token
+    asks = effort is not None and effort not in NO_EFFORT and _may_think_first(body, known)
+    if not asks and (body.constrained() is not None or body.must_call()):
         if switch:
             said.setdefault("enable_thinking", False)
         elif known.loose:

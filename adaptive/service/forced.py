@@ -1,5 +1,6 @@
 """Builds the grammar of an answer that must consist of tool calls, in the layout of the model's family, or of an answer
-that is either calls or text in a format, or of text in a format where the family marks text."""
+that is either calls or text in a format, or of text in a format behind thinking or marks. ``thinks``: whether the model
+may think before that; it does if the prompt has opened its thinking."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from adaptive.service.formats import Layout, function_of
 from adaptive.service.values import alternatives, members
 
 ANY_TEXT = r"/(.|\n)*/"
+# What models write between their thinking and the answer, where no mark stands there.
+BREAK = r"/\n{0,2}/"
 # Types whose values every family writes as JSON.
 BARE = ("integer", "number", "boolean", "null")
 # The beginning of a reference to a place in the same schema, as JSON text. Within a text value, which may look alike,
@@ -26,7 +29,9 @@ PLACE = "arguments"
 NESTED = ("json_schema", "regex")
 
 
-def forced_call(reading: Reading, marks: Mapping[int, str], tools: Sequence[dict[str, Any]], several: bool) -> Grammar:
+def forced_call(
+    reading: Reading, marks: Mapping[int, str], tools: Sequence[dict[str, Any]], several: bool, thinks: bool = False
+) -> Grammar:
     """The grammar of an answer that is a call of one of ``tools``, or ``several`` calls. ``marks`` are special tokens.
 
     Raises AdaptiveError if the model's call format is unknown, or such a call cannot be forced.
@@ -35,11 +40,16 @@ def forced_call(reading: Reading, marks: Mapping[int, str], tools: Sequence[dict
     if layout is None:
         raise AdaptiveError("tool_choice: how this model writes calls is not known, so that none can be forced")
     rules = _Rules(layout, marks)
-    return rules.grammar(rules.calls(tools, several))
+    return rules.grammar(rules.thinking(reading) if thinks else "", rules.calls(tools, several))
 
 
 def call_or_text(
-    reading: Reading, marks: Mapping[int, str], tools: Sequence[dict[str, Any]], several: bool, text: Grammar
+    reading: Reading,
+    marks: Mapping[int, str],
+    tools: Sequence[dict[str, Any]],
+    several: bool,
+    text: Grammar,
+    thinks: bool = False,
 ) -> Grammar:
     """The grammar of an answer that is a call of one of ``tools``, or ``several`` calls, or a text by the schema or
     regular expression ``text``. Raises AdaptiveError as ``forced_call``, if ``text`` cannot be parsed, or if it is a
@@ -51,17 +61,20 @@ def call_or_text(
         )
         raise AdaptiveError(f"{kind} do not go together; leave one of them out, or send tool_choice none")
     rules = _Rules(layout, marks)
-    return rules.grammar(rules.calls(tools, several), f"{rules.text(layout.text)} {rules.nested(text)}")
+    before = rules.thinking(reading) if thinks else ""
+    return rules.grammar(before, rules.calls(tools, several), f"{rules.text(layout.text)} {rules.nested(text)}")
 
 
-def marked_text(reading: Reading, marks: Mapping[int, str], text: Grammar) -> Grammar | None:
-    """The grammar of an answer that is a text by ``text`` after the marks that this family writes before visible text;
-    None if it writes none, or if ``text`` is a grammar. Raises AdaptiveError if ``text`` cannot be parsed."""
-    layout = reading.format.layout
-    if layout is None or not layout.text or text.kind not in NESTED:
+def marked_text(reading: Reading, marks: Mapping[int, str], text: Grammar, thinks: bool = False) -> Grammar | None:
+    """The grammar of an answer that is a text by ``text`` after its thinking and the marks that this family writes
+    before visible text; None if there is neither, or if ``text`` is a grammar. Raises AdaptiveError if ``text`` cannot
+    be parsed."""
+    layout = reading.format.layout or Layout("")
+    if not (layout.text or thinks) or text.kind not in NESTED:
         return None
     rules = _Rules(layout, marks)
-    return rules.grammar(f"{rules.text(layout.text)} {rules.nested(text)}")
+    before = rules.thinking(reading) if thinks else ""
+    return rules.grammar(before, f"{rules.text(layout.text)} {rules.nested(text)}")
 
 
 class _Rules:
@@ -72,9 +85,18 @@ class _Rules:
         self._layout = layout
         self._tokens = {mark: token for token, mark in marks.items()}
 
-    def grammar(self, *answers: str) -> Grammar:
-        """The grammar of an answer of one of these kinds, by these rules."""
-        return Grammar("lark", "\n".join([f"start: {' | '.join(answers)}", *self._rules]))
+    def grammar(self, before: str, *answers: str) -> Grammar:
+        """The grammar of an answer of one of these kinds, by these rules, with ``before`` before it."""
+        return Grammar("lark", "\n".join([f"start: {before} ({' | '.join(answers)})", *self._rules]))
+
+    def thinking(self, reading: Reading) -> str:
+        """The model's thinking with its marks, up to the beginning of the answer proper. It can be left out, unless the
+        prompt has opened it."""
+        region = reading.thought
+        assert region is not None
+        behind = self.text(region.then) or self._rule(BREAK)
+        rest = f"{self._until(region.closes[0])} {behind}"
+        return rest if reading.begun is not None else f"({self.text(region.opens)} {rest})?"
 
     def calls(self, tools: Sequence[dict[str, Any]], several: bool) -> str:
         """Add the rules for a call of one of ``tools``, or ``several``. Returns what such an answer consists of."""
@@ -161,13 +183,15 @@ class _Rules:
     def _text(self, before: str, listed: Sequence[str] | None, after: str) -> str:
         """One of the ``listed`` texts (None: any text) between ``before`` and ``after``, in quotes if there are any."""
         before, after = before + self._layout.quote, self._layout.quote + after
-        if listed is not None:
-            value = f"({' | '.join(map(self.text, listed))}) {self.text(after)}"
-        elif any(mark in after for mark in self._tokens):  # text contains no special tokens
-            value = f"{self._rule(ANY_TEXT)} {self.text(after)}"
-        else:
-            value = self._rule(ANY_TEXT, f"[suffix={json.dumps(after)}]")
-        return f"{self.text(before)} {value}"
+        if listed is None:
+            return f"{self.text(before)} {self._until(after)}"
+        return f"{self.text(before)} ({' | '.join(map(self.text, listed))}) {self.text(after)}"
+
+    def _until(self, end: str) -> str:
+        """Any text up to ``end``, and that."""
+        if any(mark in end for mark in self._tokens):  # text contains no special tokens
+            return f"{self._rule(ANY_TEXT)} {self.text(end)}"
+        return self._rule(ANY_TEXT, f"[suffix={json.dumps(end)}]")
 
     def _json(self, schema: Any, around: Any) -> str:
         """A rule for JSON by ``schema``, in which references are to places of the schema ``around`` it."""

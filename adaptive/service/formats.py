@@ -40,7 +40,8 @@ class Region:
 
     The first mark of ``closes`` ends it, and is removed unless it opens the next region. The end of the answer ends it
     too. ``first``: it can only open at the beginning of an answer. ``bare``: a call without a mark before it: the text
-    that opens it is part of it, and it must be a call of an offered tool.
+    that opens it is part of it, and it must be a call of an offered tool. ``then``: what the model writes between its
+    thinking and the marks of what follows.
     """
 
     kind: Kind
@@ -48,6 +49,7 @@ class Region:
     closes: tuple[str, ...] = ()
     first: bool = False
     bare: bool = False
+    then: str = ""
 
 
 # By tool name and parameter name: the types that the parameter may have; empty if the schema has none.
@@ -239,7 +241,7 @@ FAMILIES: tuple[tuple[tuple[str, ...], Format], ...] = (
         ("<|channel|>", "<|message|>"),  # gpt-oss
         Format(
             (
-                Region("thought", "<|channel|>analysis<|message|>", _HARMONY_ENDS),
+                Region("thought", "<|channel|>analysis<|message|>", _HARMONY_ENDS, then="<|start|>assistant"),
                 Region("text", "<|channel|>final<|message|>", _HARMONY_ENDS),
                 Region("call", "<|channel|>", _HARMONY_ENDS),
             ),

@@ -134,7 +134,8 @@ def result_of(parts: Iterable[Readable]) -> str:
 
 
 class ChatMessage(LooseModel):
-    """One message, with fields for tool calls, their results and thinking."""
+    """One message, with fields for tool calls, their results and thinking. ``reasoning``: as ``reasoning_content``, the
+    name in vLLM and OpenRouter."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -142,6 +143,7 @@ class ChatMessage(LooseModel):
     content: Text | list[Part] | None = None
     refusal: Text | None = None
     reasoning_content: Text | None = None
+    reasoning: Any = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -155,6 +157,8 @@ class ChatMessage(LooseModel):
     def for_template(self) -> dict[str, Any]:
         """The message in the form that chat templates expect."""
         extra = self.model_dump(include={"name", "tool_calls", "tool_call_id", "reasoning_content"}, exclude_none=True)
+        if isinstance(self.reasoning, str):
+            extra.setdefault("reasoning_content", self.reasoning)
         calls = extra.pop("tool_calls", [])
         if calls:  # some templates refuse an empty list
             extra["tool_calls"] = [_with_arguments(call) for call in calls]
