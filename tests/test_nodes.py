@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from adaptive.control.nodes import FIRST_TRIES, NODES, NodesByCost
-from adaptive.control.policy import Advice, Lead, Scope
+from adaptive.control.policy import Advice, Lead, Scope, TreeAdviser
 from adaptive.types import Round
 
 Path = Callable[[random.Random], list[float]]
@@ -98,6 +98,31 @@ def test_a_draft_that_is_never_right_is_left_but_for_tries() -> None:
     *_, rounds, _ = speeds(NodesByCost(), lambda n: 1 + 0.05 * n, sure_or_lost, truth=0.0)
     assert sum(n > 0 for n in rounds) < 0.1 * len(rounds)
     assert any(rounds)
+
+
+@pytest.mark.parametrize(("pass_s", "sure"), [(0.001, 0.9), (0.02, 0.9), (0.1, 0.9), (0.1, 0.5)])
+def test_a_tree_is_as_deep_as_a_pass_of_the_draft_pays(pass_s: float, sure: float) -> None:
+    """Of each depth there is one likely node, which is followed by the next one with the probability ``sure``."""
+    policy, chance, seen = NodesByCost(), random.Random(5), list[int]()
+    for _ in range(200):
+        most, advise = policy.next_length(1000), policy.adviser
+        assert isinstance(advise, TreeAdviser)
+        depth = 1
+        while depth < 32 and advise.deeper(sure**depth):
+            advise.passed(pass_s)
+            depth += 1
+        nodes = 0
+        while nodes < min(depth, most) and advise(nodes + 1, sure ** (nodes + 1)) is Advice.MORE:
+            nodes += 1
+        seen.append(depth)
+        accepted = drawn([sure**place for place in range(1, nodes + 1)], chance)
+        policy.observe(Round("tree", nodes, accepted, pass_s * depth, 1.0))
+
+    def speed(depth: int) -> float:
+        return sum(sure**place for place in range(depth + 1)) / (1.0 + pass_s * depth)
+
+    mean = sum(seen[20:]) / len(seen[20:])
+    assert speed(round(mean)) > 0.97 * max(map(speed, range(1, 33)))
 
 
 @pytest.mark.parametrize("true", [0.7, 1.0, 1.6])

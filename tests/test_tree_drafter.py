@@ -107,6 +107,27 @@ def test_an_adviser_ends_it_where_nodes_are_too_unlikely(
     assert drafter_of(draft, GREEDY).propose(PROMPT, 40, advise) is None
 
 
+def test_nodes_of_a_depth_are_extended_if_the_text_may_get_there(
+    models: tuple[TransformersEngine, TransformersEngine],  # noqa: F811
+) -> None:
+    depths, reached = list[int](), list[float]()
+    for reach in (0.0, 0.4, 0.8, 1.1):
+        advise = TreeAdviser()
+        advise.reach = reach
+        found = drafter_of(models[1], GREEDY, depth=6).propose(PROMPT, 24, advise)
+        assert found is not None
+        assert found.parents is not None
+        deep = list[int]()
+        for parent in found.parents:
+            deep.append(1 + (deep[parent] if parent >= 0 else 0))
+        assert max(deep) <= 1 + advise.passes
+        assert advise.passes <= 6
+        depths.append(max(deep))
+        reached.append(advise.expected or 0.0)
+    assert depths[0] > depths[1] > depths[2] > depths[3] == 1
+    assert reached[0] > reached[1] > reached[2]
+
+
 def test_answers_at_once_get_trees_too() -> None:
     """Where the engine makes chains for several answers in one call, which it does not for trees."""
     pair = load_pair(load_settings({"dtype": "float32"}))

@@ -38,7 +38,7 @@ class LengthByCost(SizeByCost[Stopping]):
         """See the base."""
         return Stopping(LENGTHS[-1])
 
-    def prepare(self, adviser: Stopping, greedy: bool, least: Sequence[float]) -> None:
+    def prepare(self, adviser: Stopping, greedy: bool, least: Sequence[float], rate: float) -> None:
         """See the base. A token whose successor is to be left out is the last, so that the draft computes no more."""
         adviser.clear()
         known = self.calibration[greedy]

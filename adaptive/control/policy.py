@@ -66,14 +66,27 @@ class TreeAdviser:
 
     The draft's probabilities are raised to the power ``sharpness`` and normalised. The tree ends before the first node
     that the target's text leads through with a probability below ``least``, by its place; none ends it if that is
-    empty. ``expected`` is the sum of the probabilities of the current tree's nodes, the expected number of accepted
-    ones; None if it was not asked about any.
+    empty. The draft computes what follows nodes of one depth in a pass, if the text leads through one of them with a
+    probability of at least ``reach``. ``expected`` is the sum of the probabilities of the current tree's nodes, the
+    expected number of accepted ones, None if it was not asked about any; ``passes`` are those over its nodes, which
+    took ``passes_s`` seconds.
     """
 
     def __init__(self) -> None:
         self.sharpness = 1.0
         self.least: Sequence[float] = ()
+        self.reach = 0.0
         self.expected: float | None = None
+        self.passes, self.passes_s = 0, 0.0
+
+    def deeper(self, probability: float) -> bool:
+        """Whether a pass over nodes of one depth is worth its time; the target's text leads through one of them with
+        this ``probability``."""
+        return probability >= self.reach
+
+    def passed(self, seconds: float) -> None:
+        """Take in the seconds of such a pass."""
+        self.passes, self.passes_s = self.passes + 1, self.passes_s + seconds
 
     def __call__(self, position: int, confidence: float) -> Advice:
         """See ``Adviser``. Call it for the nodes in order."""

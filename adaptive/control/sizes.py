@@ -81,9 +81,10 @@ class SizeByCost(LengthPolicy, Generic[Asking]):
         """What the draft of one answer asks."""
 
     @abstractmethod
-    def prepare(self, adviser: Asking, greedy: bool, least: Sequence[float]) -> None:
+    def prepare(self, adviser: Asking, greedy: bool, least: Sequence[float], rate: float) -> None:
         """Prepare ``adviser`` for the next round of a ``greedy`` or a sampled answer. ``least`` is the probability
-        below which a token is left out, by its place; if it is empty, none is."""
+        below which a token is left out, by its place; if it is empty, none is. ``rate``: the expected tokens per second
+        of such rounds, 0 if nothing is known."""
 
     @abstractmethod
     def asked(self, adviser: Asking, greedy: bool, outcome: Round) -> bool:
@@ -111,28 +112,29 @@ class SizeByCost(LengthPolicy, Generic[Asking]):
     def advise(self, adviser: Asking, greedy: bool, answers: int = 1) -> int:
         """Prepare ``adviser`` for the next round of a ``greedy`` or a sampled answer, whose pass ``answers`` answers
         share. Returns the place of the largest size; 0, for plain decoding, if no draft pays and no try is due."""
-        place, least = self._plan(answers)
-        self.prepare(adviser, greedy, least)
+        place, least, rate = self._plan(answers)
+        self.prepare(adviser, greedy, least, rate)
         return place
 
-    def _plan(self, answers: int) -> tuple[int, Sequence[float]]:
-        """The place of the largest size, and ``prepare``'s ``least``. In the first rounds, for a draft that does not
-        ask, or if rounds do not tell what a token takes, that is a size to try, or the best one, and no token is left
-        out."""
+    def _plan(self, answers: int) -> tuple[int, Sequence[float], float]:
+        """The place of the largest size, and ``prepare``'s ``least`` and ``rate``. In the first rounds, for a draft
+        that does not ask, or if rounds do not tell what a token takes, that is a size to try, or the best one, and no
+        token is left out."""
         if not self.sums[0] or (answers == 1 and self.rounds < len(self.first_tries)):
-            return self._first_try(), ()
+            return self._first_try(), (), self._best_rate()
         if not self.chosen.weight or self._seconds(1) <= self._seconds(0):
-            return self._next(), ()
+            return self._next(), (), self._best_rate()
         due = self.rounds % TRY_EVERY == TRY_EVERY - 1
         if not due and self.chosen.value / self._seconds(self.chosen.size) < 1.0 / self._seconds(0):
-            return 0, ()
+            return 0, (), self._best_rate()
         together = self._seconds(0) + answers * (self._seconds(self.chosen.size) - self._seconds(0))
         rate = answers * self.chosen.value / together
+        price = rate
         if due:
-            rate *= OTHER_LEAST if self.rounds // TRY_EVERY % 2 else 1.0 / OTHER_LEAST
+            price *= OTHER_LEAST if self.rounds // TRY_EVERY % 2 else 1.0 / OTHER_LEAST
         steps = self._token_seconds()
-        least = [rate * steps[min(answers * place, len(steps)) - 1] for place in range(1, len(steps) + 1)]
-        return len(self.sizes) - 1, least
+        least = [price * steps[min(answers * place, len(steps)) - 1] for place in range(1, len(steps) + 1)]
+        return len(self.sizes) - 1, least, rate
 
     def _token_seconds(self) -> list[float]:
         """What each token adds to the seconds of a round, by its place; none more than the one after it. What the first

@@ -16,6 +16,7 @@ the first four are chosen in 54 of 100 places of role play, and in 74 with it; a
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from adaptive.types import TREE
 
 # Nodes of one depth that one pass of the draft extends, and the greatest depth that is extended. Higher: large trees
 # become likelier, and take longer.
-WIDTH, DEPTH = 16, 16
+WIDTH, DEPTH = 16, 32
 
 
 class TreeDrafter(ModelDrafter):
@@ -64,18 +65,22 @@ class TreeDrafter(ModelDrafter):
     def _grown(self, committed: list[int], length: int, advise: Adviser | None, known: Tree | None = None) -> Tree:
         """The tree of the best nodes after the text, part of which may be ``known``."""
         self._gumbel = {place: row for place, row in self._gumbel.items() if place >= len(committed)}
-        least = 0.0
-        if isinstance(advise, TreeAdviser):
-            self._sharpness, least = advise.sharpness, min(advise.least, default=0.0)
+        asks = advise if isinstance(advise, TreeAdviser) else None
+        if asks is not None:
+            self._sharpness = asks.sharpness
         tree = known or self._rooted(committed, length)
-        tree.least = math.log(least) if least > 0.0 else -math.inf
+        tree.least = torch.tensor([] if asks is None else asks.least).log()
         if unseen := self._to_feed(committed):
             self.sequence.extend(unseen, 0)
         room = self.engine.context_length - len(committed)
         for level in range(1, min(self.depth, room) + 1):
             nodes = tree.to_expand(level, self.width)
-            if len(nodes):
-                self._ask(tree, nodes, len(committed), length)
+            if not len(nodes) or (asks is not None and not asks.deeper(float(tree.scores[nodes].exp().sum()))):
+                continue
+            began = time.perf_counter()
+            self._ask(tree, nodes, len(committed), length)
+            if asks is not None:
+                asks.passed(time.perf_counter() - began)
         return tree
 
     def _rooted(self, committed: list[int], most: int) -> Tree:
@@ -141,7 +146,9 @@ class Tree:
         self.scores = torch.empty(0)
         self.known = torch.empty(0, dtype=torch.bool)  # whether the draft has computed what follows
         self.best = torch.empty(0, dtype=torch.long)  # nodes, likeliest first
-        self.least = -math.inf  # log-probability of a path below which no node is extended for the proposal
+        # By place among the best nodes: the log-probability of a path below which the proposal ends; of a place behind
+        # the last one, the last. Empty: it never ends.
+        self.least = torch.empty(0)
         self.number: dict[int, int] = {-1: -1}  # the number in the draft's cache, by node
 
     def add(self, parents: torch.Tensor, scores: torch.Tensor, tokens: torch.Tensor, before: torch.Tensor) -> None:
@@ -213,10 +220,21 @@ class Tree:
         return tree
 
     def to_expand(self, level: int, width: int) -> torch.Tensor:
-        """The likeliest best nodes of a depth that may have children among the best, in order of index."""
-        least = max(self.least, float(self.scores[self.best[-1]]) if len(self.best) == self.most else -math.inf)
-        here = (self.depths[self.best] == level) & (self.scores[self.best] > least) & ~self.known[self.best]
-        return self.best[here][:width].sort().values
+        """The likeliest best nodes of a depth that may have children in the proposal, in order of index. Where it ends
+        now, it will not go on: the nodes behind that place can only come to later ones."""
+        least = float(self.scores[self.best[-1]]) if len(self.best) == self.most else -math.inf
+        best = self.best[: self._ends()]
+        here = (self.depths[best] == level) & (self.scores[best] > least) & ~self.known[best]
+        return best[here][:width].sort().values
+
+    def _ends(self) -> int:
+        """The number of best nodes before the first one that is too unlikely for its place."""
+        count = len(self.best)
+        if not len(self.least):
+            return count
+        least = self.least[torch.arange(count).clamp(max=len(self.least) - 1)]
+        unlikely = (self.scores[self.best] < least).nonzero()
+        return int(unlikely[0]) if len(unlikely) else count
 
     def asked(self, nodes: torch.Tensor) -> tuple[list[int], list[int]]:
         """The nodes to feed so that the cache holds these ``nodes``, which come last and in order, and the numbers of
