@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,11 @@ MOST = 1 - 2.0**-40
 # A vocabulary larger than LARGE is summed in blocks first, and then one block token by token: a running sum waits for
 # every addition. Below that size the extra calls cost more than they save.
 LARGE, BLOCK = 8192, 256
+
+
+def alone_if_few(logits: torch.Tensor) -> AbstractContextManager[None]:
+    """Runs torch's operations on one thread if these are few numbers on the CPU."""
+    return nullcontext() if logits.device.type != "cpu" or logits.numel() > SHARED else on_one_thread()
 
 
 def transform_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -68,7 +73,7 @@ class Transform:
         out = self._rows(first, len(logits))
         if self.kernels is not None:
             return self.kernels.probabilities(logits, self.params, out)
-        with nullcontext() if logits.numel() > SHARED else on_one_thread():
+        with alone_if_few(logits):
             return torch.softmax(transform_logits(logits.float(), self.params), -1, out=out)
 
 

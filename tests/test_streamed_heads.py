@@ -21,6 +21,7 @@ from adaptive.control.lengths import LENGTHS, LengthByCost
 from adaptive.control.nodes import NodesByCost
 from adaptive.control.policy import FixedLength
 from adaptive.engines.cpu.kernels import library
+from adaptive.engines.cpu.weights import fast_int8
 from adaptive.engines.head.engine import HeadEngine
 from adaptive.engines.head.module import VOCABULARY, WEIGHTS
 from adaptive.engines.load import Forward, forward_of
@@ -67,18 +68,20 @@ def rounds(pair: Pair) -> list[list[tuple[int, int]]]:
     return found
 
 
+def among(head: Path, tokens: torch.Tensor) -> None:
+    """Let a head draft among these tokens."""
+    save_file(load_file(head / WEIGHTS) | {VOCABULARY: tokens}, head / WEIGHTS)
+    config = json.loads((head / "config.json").read_text())
+    config["head"]["vocabulary"] = len(tokens)
+    (head / "config.json").write_text(json.dumps(config))
+
+
 @pytest.mark.thorough(but="untied")
 @pytest.mark.parametrize("target", LITTLE, indirect=True)
 def test_it_drafts_what_it_drafts_for_the_target_in_memory(target: Path, tmp_path: Path) -> None:
     memory = LITTLE["tied" if target == BUNDLED / "target" else "untied"]
     head, other = save_head(target, tmp_path / "head"), save_head(target, tmp_path / "other", 0.3)
-    tensors = load_file(other / WEIGHTS)
-    tensors[VOCABULARY] = torch.arange(0, 4000, 2)
-    save_file(tensors, other / WEIGHTS)
-    config = json.loads((other / "config.json").read_text())
-    config["head"]["vocabulary"] = len(tensors[VOCABULARY])
-    (other / "config.json").write_text(json.dumps(config))
-
+    among(other, torch.arange(0, 4000, 2))
     resident, streamed = load_pair(settings_of(target, head)), load_pair(settings_of(target, head, memory=memory))
     assert forward_of(streamed.target) is Forward.STREAMED
     assert streamed.target.cpu_forward.plan.stream is not None  # type: ignore[attr-defined]
@@ -96,6 +99,28 @@ def test_it_drafts_what_it_drafts_for_the_target_in_memory(target: Path, tmp_pat
         assert (drafting.plan.lm_head.kernel is whole.plan.lm_head.kernel) is (folder is None)
     assert seen[0] == seen[2] != seen[1]
     assert any(accepted for answer in seen[0] for _, accepted in answer)
+
+
+@pytest.mark.skipif(not fast_int8(), reason="int8 is not faster on this processor")
+def test_its_layer_is_int8_and_its_projection_the_targets(tmp_path: Path) -> None:
+    head, few = save_head(BUNDLED / "target", tmp_path / "head"), save_head(BUNDLED / "target", tmp_path / "few", 0.3)
+    among(few, torch.arange(0, 4000, 2))
+    given = {"target": str(BUNDLED / "target"), "draft": str(head), "memory": "16MB", "history": "off"}
+    pair = load_pair(load_settings(given))
+    assert pair.target.weights == "bfloat16"
+    right = alone(pair, PROMPTS, 40)
+    for folder in (None, few, None):
+        engine_of(pair).apply_adapter(folder)
+        drafting, whole = engine_of(pair).cpu_forward, pair.target.cpu_forward  # type: ignore[attr-defined]
+        assert drafting is not None
+        projection = drafting.plan.lm_head
+        assert all(linear.int8 for linear in drafting.plan.linears if linear is not projection)
+        assert (projection.kernel is whole.plan.lm_head.kernel) is (folder is None)
+        assert projection.int8 is (folder is not None)
+        for policy in (FixedLength(4), FixedLength(12, tree=True)):
+            assert said(Assistant(pair, policy, None), PROMPTS, most=40) == right
+        if folder is None:
+            assert any(accepted for answer in rounds(pair) for _, accepted in answer)
 
 
 @pytest.mark.thorough

@@ -26,7 +26,7 @@ from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.protocol import Proposing
 from adaptive.noise import noise
-from adaptive.sampling import transform_logits
+from adaptive.sampling import alone_if_few, transform_logits
 from adaptive.types import TREE
 
 # Nodes of one depth that one pass of the draft extends, and the greatest depth that is extended. Higher: large trees
@@ -112,15 +112,16 @@ class TreeDrafter(ModelDrafter):
     def _likeliest(self, logits: torch.Tensor, places: list[int], most: int) -> tuple[torch.Tensor, torch.Tensor]:
         """For each row of logits, for a token at one of ``places`` in the text, the ``most`` tokens that the target
         will most probably choose: the logarithms of these probabilities (rows, k) and the ids, likeliest first."""
-        if not self.params.greedy:
-            logits = transform_logits(logits, self.params)
-        scores = logits.log_softmax(-1)
-        if self.params.seeded:
-            scores = scores + torch.cat([self._noise(place, scores) for place in places])
-        if self.params.seeded or self._sharpness != 1.0:
-            scores = (self._sharpness * scores).log_softmax(-1)
-        top = scores.topk(min(most, scores.shape[1]), dim=-1)
-        return top.values.cpu(), top.indices.cpu()
+        with alone_if_few(logits):
+            if not self.params.greedy:
+                logits = transform_logits(logits, self.params)
+            scores = logits.log_softmax(-1)
+            if self.params.seeded:
+                scores = scores + torch.cat([self._noise(place, scores) for place in places])
+            if self.params.seeded or self._sharpness != 1.0:
+                scores = (self._sharpness * scores).log_softmax(-1)
+            top = scores.topk(min(most, scores.shape[1]), dim=-1)
+            return top.values.cpu(), top.indices.cpu()
 
     @property
     def memory(self) -> int:

@@ -60,10 +60,9 @@ def load_head(source: Source | None, settings: Settings, target: Engine, folder:
         )
     asked = settings.draft_quantize == "int8"
     int8 = asked or (settings.draft_quantize == "auto" and settings.dtype == "auto" and fast_int8())
-    if settings.memory is not None and target.cpu_forward is not None and not asked:
-        int8 = target.cpu_forward.plan.lm_head.int8  # of the same kind as the projection that is in memory and shared
     head = _head(source, target, None if settings.memory is None else folder, settings.trust_remote_code)
-    engine = HeadEngine(head, target, int8=int8 and target.device.type == "cpu", grown=source is None)
+    int8 = int8 and target.device.type == "cpu"
+    engine = HeadEngine(head, target, int8, grown=source is None, as_it_is=settings.memory is not None)
     if settings.cuda_graphs == "auto" and target.device.type == "cuda":
         engine.passes.record()
         engine.weights += "+graphs"

@@ -67,11 +67,16 @@ def forward_kind(
 
 
 def read_plan(
-    model: PreTrainedModel, int8: bool = False, packed: Iterable[Packed] = (), again: bool = False
+    model: PreTrainedModel,
+    int8: bool = False,
+    packed: Iterable[Packed] = (),
+    again: bool = False,
+    shared: Iterable[Packed] = (),
 ) -> Plan | None:
     """The plan of ``model``, or None if the model has to run its own forward. ``int8`` as in ``PackedLinear``. Weights
-    that are already in ``packed``, in the same way and from the same memory, are not packed again. ``again``: the model
-    had a plan before and nearly all of its weights are packed, so that the memory left is not asked for."""
+    that are already in ``packed``, in the same way and from the same memory, are not packed again, nor those in
+    ``shared``, in whichever way. ``again``: the model had a plan before and nearly all of its weights are packed, so
+    that the memory left is not asked for."""
     name = type(model).__name__
     if not type(model).__module__.startswith("transformers.models.") or not is_plain(model):
         return None
@@ -79,7 +84,7 @@ def read_plan(
         return None
     if forward_kind(name, model.config, model.dtype, model.device, int8) is None:
         return None
-    return FAMILIES[name](model, Packing(int8, packed))
+    return FAMILIES[name](model, Packing(int8, packed, shared))
 
 
 def _recurs(config: Any, dtype: torch.dtype, device: torch.device) -> bool:

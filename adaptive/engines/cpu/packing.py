@@ -60,11 +60,13 @@ def _transposed(module: nn.Module, name: str, number: int) -> Callable[[], Weigh
 
 
 class Packing:
-    """Packs linear layers, or returns those that are already in ``packed``."""
+    """Packs linear layers, or returns those that are already in ``packed``, or in ``shared``, whose layers are used
+    with the weights that they have, int8 or not."""
 
-    def __init__(self, int8: bool, packed: Iterable[Packed] = ()) -> None:
+    def __init__(self, int8: bool, packed: Iterable[Packed] = (), shared: Iterable[Packed] = ()) -> None:
         self.int8 = int8
-        self._packed = {(linear.int8, _memory(linear.modules)): linear for linear in packed}
+        self._packed = {(kind, _memory(linear.modules)): linear for linear in shared for kind in (False, True)}
+        self._packed |= {(linear.int8, _memory(linear.modules)): linear for linear in packed}
 
     def __call__(self, *modules: nn.Linear, order: torch.Tensor | None = None, factor: float = 1.0) -> PackedLinear:
         """Several modules on the same input as one linear layer, see ``stacked``, or one module times a ``factor``."""

@@ -298,13 +298,21 @@ class HeadEngine:
 
     ``grown``: the head is made here and drafts (``ready``) only after weights have been trained for it. A head that was
     trained elsewhere takes LoRA adapters, which are merged into its weights. ``cpu_forward`` computes the layer if the
-    kernels support it, otherwise ``passes`` does. ``int8`` requests int8 linear layers of the kernels.
+    kernels support it, otherwise ``passes`` does. ``int8`` requests int8 linear layers of the kernels; the target's
+    projection is then copied as int8, which is faster, unless ``as_it_is``, which takes no memory.
     """
 
     undraftable: str | None = None
     joint = False
 
-    def __init__(self, head: HeadModule, target: TransformersEngine, int8: bool = False, grown: bool = False) -> None:
+    def __init__(
+        self,
+        head: HeadModule,
+        target: TransformersEngine,
+        int8: bool = False,
+        grown: bool = False,
+        as_it_is: bool = False,
+    ) -> None:
         head.eval()
         self.head = head
         self.name, self.words = head.kind.value, head.kind.words
@@ -317,12 +325,15 @@ class HeadEngine:
         self.end_tokens: frozenset[int] = frozenset()
         self.sampling = FALLBACK_SAMPLING
         self.cpu_forward: CpuForward | None = None
-        self._shared: tuple[Packed, ...] = ()  # the target's packed linear layers, including its projection
+        # The target's packed linear layers, including its projection, as ``packed`` or as ``shared`` of ``plan_of``.
+        self._packed: tuple[Packed, ...] = ()
+        self._shared: tuple[Packed, ...] = ()
         if isinstance(head, Head):
-            self._shared = packed_of(head, target)
-            forward = forward_of(head, True, self._shared) if int8 else None
-            self.cpu_forward = forward or forward_of(head, False, self._shared)
-        rounded = self.cpu_forward is not None and self.cpu_forward.plan.lm_head.int8
+            found = packed_of(head, target)
+            self._packed, self._shared = ((), found) if as_it_is else (found, ())
+            forward = forward_of(head, True, self._packed, self._shared) if int8 else None
+            self.cpu_forward = forward or forward_of(head, False, self._packed, self._shared)
+        rounded = self.cpu_forward is not None and self.cpu_forward.plan.linears[-1].int8
         self.weights = "int8" if rounded else str(head.dtype).removeprefix("torch.")
         self.passes = HeadPasses(head, self.context_length)
         self._merged = MergedAdapter(head) if isinstance(head, ForeignHead) else None
@@ -404,6 +415,6 @@ class HeadEngine:
             if linear is not projection:
                 linear.refresh()
                 yield
-        plan = plan_of(head, linears[-1].int8, (*linears, *self._shared), again=True)
+        plan = plan_of(head, linears[-1].int8, (*linears, *self._packed), self._shared, again=True)
         assert plan is not None
         self.cpu_forward.use(plan)

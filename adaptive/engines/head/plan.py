@@ -25,7 +25,8 @@ from adaptive.engines.hf.engine import TransformersEngine
 
 def packed_of(head: Head, target: TransformersEngine) -> tuple[Packed, ...]:
     """The target's packed linear layers, among them its projection to all tokens. The modules of a target whose layers
-    are on disk have no weights by which its projection could be told: it is given that of the head."""
+    are on disk have no weights by which its projection could be told, unless it is the embedding: it is given that of
+    the head."""
     if target.cpu_forward is None:
         return ()
     plan, weight = target.cpu_forward.plan, target.model.get_output_embeddings().weight
@@ -38,19 +39,21 @@ def packed_of(head: Head, target: TransformersEngine) -> tuple[Packed, ...]:
     return (projection,)
 
 
-def forward_of(head: Head, int8: bool, packed: Iterable[Packed]) -> CpuForward | None:
-    """Our forward of a head if a pass is one native call, else None."""
-    plan = plan_of(head, int8, packed)
+def forward_of(head: Head, int8: bool, packed: Iterable[Packed], shared: Iterable[Packed] = ()) -> CpuForward | None:
+    """Our forward of a head if a pass is one native call, else None; see ``plan_of``."""
+    plan = plan_of(head, int8, packed, shared)
     # A layer with a recurrent state is left to transformers' forward.
     return None if plan is None or plan.delta is not None or not fits(plan) else CpuForward(plan)
 
 
 @torch.inference_mode()
-def plan_of(head: Head, int8: bool, packed: Iterable[Packed], again: bool = False) -> Plan | None:
+def plan_of(
+    head: Head, int8: bool, packed: Iterable[Packed], shared: Iterable[Packed] = (), again: bool = False
+) -> Plan | None:
     """The plan of a head's layer and the modules before it; None if the layer is not supported. Weights that are in
-    ``packed`` already are not packed again. ``again`` as in ``read_plan``."""
+    ``packed`` or ``shared`` already are not packed again. These and ``again`` as in ``read_plan``."""
     packed = tuple(packed)
-    body = read_plan(head.body, int8, packed, again)
+    body = read_plan(head.body, int8, packed, again, shared)
     if body is None:
         return None
     # A decoder that scales its embeddings (Granite) scales the output of ``fuse`` by the same factor.
