@@ -78,7 +78,7 @@ def test_an_adviser_ends_it_where_nodes_are_too_unlikely(
     """A node's probability is that of its tokens by the draft, raised to a power, in turn."""
     draft, advise = models[1], TreeAdviser()
     advise.sharpness, advise.least = sharpness, [0.02]
-    drafter, asked = drafter_of(draft, GREEDY, depth=2), list[int]()
+    drafter, asked = drafter_of(draft, GREEDY, advised_depth=2), list[int]()
     extend = drafter.sequence.extend
 
     def noted(tokens: Ids, rows: int, parents: list[int] | None = None) -> torch.Tensor:
@@ -114,7 +114,7 @@ def test_nodes_of_a_depth_are_extended_if_the_text_may_get_there(
     for reach in (0.0, 0.4, 0.8, 1.1):
         advise = TreeAdviser()
         advise.reach = reach
-        found = drafter_of(models[1], GREEDY, depth=6).propose(PROMPT, 24, advise)
+        found = drafter_of(models[1], GREEDY, advised_depth=6).propose(PROMPT, 24, advise)
         assert found is not None
         assert found.parents is not None
         deep = list[int]()

@@ -29,15 +29,15 @@ from adaptive.noise import noise
 from adaptive.sampling import alone_if_few, transform_logits
 from adaptive.types import TREE
 
-# Nodes of one depth that one pass of the draft extends, and the greatest depth that is extended. Higher: large trees
-# become likelier, and take longer.
-WIDTH, DEPTH = 16, 32
+# Nodes of one depth that one pass of the draft extends, and the greatest depth that is extended, also where an adviser
+# says of each pass whether it is worth its time. Higher: large trees become likelier, and take longer.
+WIDTH, DEPTH, ADVISED_DEPTH = 16, 16, 32
 
 
 class TreeDrafter(ModelDrafter):
     """Drafts trees of the requested number of nodes. Its engine must make passes over trees."""
 
-    width, depth = WIDTH, DEPTH
+    width, depth, advised_depth = WIDTH, DEPTH, ADVISED_DEPTH
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -73,7 +73,7 @@ class TreeDrafter(ModelDrafter):
         if unseen := self._to_feed(committed):
             self.sequence.extend(unseen, 0)
         room = self.engine.context_length - len(committed)
-        for level in range(1, min(self.depth, room) + 1):
+        for level in range(1, min(self.depth if asks is None else self.advised_depth, room) + 1):
             nodes = tree.to_expand(level, self.width)
             if not len(nodes) or (asks is not None and not asks.deeper(float(tree.scores[nodes].exp().sum()))):
                 continue
