@@ -24,7 +24,8 @@ from adaptive.pair import BUNDLED, load_pair
 from adaptive.settings import load_settings
 from adaptive.types import Message, Round, SamplingParams, StopParams
 
-# Tokens of a pass and its seconds: two cores of an AMD EPYC (Zen 4), 1.08 billion parameters, a quarter in memory.
+# Tokens of a pass and its seconds, about as on two cores of an AMD EPYC (Zen 4) with 1.08 billion parameters, a quarter
+# in memory; that of 129 tokens is assumed.
 SECONDS = ["1:0.825", "16:0.83", "32:0.84", "64:0.857", "129:1.0"]
 # Share of a pass by which its seconds vary, at most.
 NOISE = 0.05
