@@ -4,7 +4,7 @@
         [--draft D] [--adapter FOLDER] [--kind math] [--prompts 4] [--tokens 48] [--dtype bfloat16]
 
 reading   plain decoding against reading the same file from beginning to end, in turn, both bypassing the page cache
-passes    seconds of a pass over 1 to 64 tokens, in turn
+passes    seconds of a pass over 1 to 128 tokens, in turn
 decoding  tokens a second of plain decoding, chains, trees and the controller, in turn, at temperatures 0.7 and 0
 ahead     with and without drafting while the target verifies, in turn: the time that rounds wait for the draft (a head
           never drafts ahead)
@@ -44,7 +44,7 @@ from adaptive.settings import Settings, load_settings
 from adaptive.state import packed_root
 from adaptive.types import Message, Round, SamplingParams, StopParams
 
-SIZES = (1, 2, 4, 8, 16, 32, 64)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ def prepare(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, context: int)
     most = 1 if body.parallel_tool_calls is False else None
     reading = reading_of(tokenizer, tools, ids, most)
     marks = reading.marks(tokenizer)
-    thinks = _may_think_first(body, reading.format) and _thinks(body, tokenizer, reading)
+    thinks = _may_think_first(body, grammar, reading.format) and _thinks(body, tokenizer, reading)
     if must_call:  # such an answer has no text that a format could apply to
         several = body.tool_choice == "required" and reading.most is None
         grammar = forced_call(reading, marks, must_call, several, thinks)
@@ -66,10 +66,9 @@ def prepare(body: ChatRequest, tokenizer: PreTrainedTokenizerBase, context: int)
     return Chat(prompt, grammar, reading if thinks else reading.without_thinking(), marks)
 
 
-def _may_think_first(body: ChatRequest, known: Format) -> bool:
-    """Whether thinking can stand before an answer that must be calls or keep to a format. A grammar applies from the
-    first token."""
-    grammar = body.constrained()
+def _may_think_first(body: ChatRequest, grammar: Grammar | None, known: Format) -> bool:
+    """Whether thinking can stand before an answer that must be calls or keep to ``grammar``. One in a notation of its
+    own applies from the first token."""
     kept = bool(body.must_call()) or (grammar is not None and grammar.kind in NESTED)
     return kept and any(region.kind == "thought" for region in known.regions)
 
@@ -145,9 +144,9 @@ def variables(body: ChatRequest, template: str, known: Format) -> dict[str, Any]
             said["enable_thinking"] = body.enable_thinking
         elif body.enable_thinking:
             raise AdaptiveError("enable_thinking: this model's chat template knows no thinking")
-    effort = body.reasoning_effort
-    asks = effort is not None and effort not in NO_EFFORT and _may_think_first(body, known)
-    if not asks and (body.constrained() is not None or body.must_call()):
+    effort, grammar = body.reasoning_effort, body.constrained()
+    asks = effort is not None and effort not in NO_EFFORT and _may_think_first(body, grammar, known)
+    if not asks and (grammar is not None or body.must_call()):
         if switch:
             said.setdefault("enable_thinking", False)
         elif known.loose:
