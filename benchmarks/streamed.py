@@ -175,7 +175,7 @@ def decoding(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
         policies |= {"controller, chains": LengthByCost()}
         if makes_trees(pair):
             policies["controller"] = NodesByCost()
-        seen: dict[str, list[tuple[int, int, float]]] = {name: [] for name in policies}
+        seen: dict[str, list[Decoding]] = {name: [] for name in policies}
         for number, prompt in enumerate(prompts):
             names = list(policies)
             for name in names[number % len(names) :] + names[: number % len(names)]:
@@ -189,15 +189,23 @@ def decoding(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
                     pass
                 answer = assistant.last
                 assert answer is not None
-                seen[name].append((len(answer.output) - 1, len(answer.rounds), answer.timings.predicted_s))
+                seen[name].append(answer)
         most = "at most " if args.ends else ""
         print(f"temperature {temperature}, {args.kind}, {len(prompts)} prompts of {most}{args.tokens} tokens:")
         plain = 0.0
-        for name, found in seen.items():
-            tokens, rounds, seconds = (sum(column) for column in zip(*found, strict=True))
-            plain = plain or tokens / seconds
-            rate = tokens / seconds
-            print(f"  {name:<20} {rate:6.2f} tokens/s  {rate / plain:5.2f} times plain  {tokens / rounds:5.2f} a pass")
+        for name, answers in seen.items():
+            rounds = [one for answer in answers for one in answer.rounds]
+            tokens, seconds = (sum(get(a) for a in answers) for get in (_tokens, lambda a: a.timings.predicted_s))
+            rate, count = tokens / seconds, len(rounds)
+            plain = plain or rate
+            drafted, draft_ms, pass_ms = (
+                sum(get(one) for one in rounds) / count for get in (_drafted, _draft_ms, _verify_ms)
+            )
+            print(
+                f"  {name:<20} {rate:6.2f} tokens/s  {rate / plain:5.2f} times plain  {tokens / count:5.2f} a pass; "
+                f"a round drafts {drafted:5.1f} tokens in {draft_ms:5.1f} ms and takes {pass_ms:6.1f} ms beside",
+                flush=True,
+            )
 
 
 def ahead(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
@@ -222,12 +230,12 @@ def ahead(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
         for (name, on), answers in seen.items():
             rounds = [one for answer in answers for one in answer.rounds]
             tokens, seconds = (sum(get(a) for a in answers) for get in (_tokens, lambda a: a.timings.predicted_s))
-            drafting, passes_s = (1e3 * sum(get(one) for one in rounds) / len(rounds) for get in (_draft_s, _verify_s))
+            drafting, passes_ms = (sum(get(one) for one in rounds) / len(rounds) for get in (_draft_ms, _verify_ms))
             meanwhile = sum(a.drafter.ahead_s for a in answers if isinstance(a.drafter, AheadDrafter))
             waited = sum(a.drafter.waited_s for a in answers if isinstance(a.drafter, AheadDrafter))
             share = f", {meanwhile / (meanwhile + waited):.3f} of the draft's time beside passes" if on else ""
             speed = f"{tokens / seconds:5.2f} tokens/s, {tokens / len(rounds):5.2f} a pass"
-            times = f"a round waits {drafting:6.2f} ms for the draft and takes {passes_s:6.1f} ms beside"
+            times = f"a round waits {drafting:6.2f} ms for the draft and takes {passes_ms:6.1f} ms beside"
             print(f"  {name:<9}{'ahead' if on else '':<6} {speed}; {times}{share}")
 
 
@@ -235,12 +243,16 @@ def _tokens(answer: Decoding) -> int:
     return len(answer.output) - 1
 
 
-def _draft_s(outcome: Round) -> float:
-    return outcome.draft_s
+def _drafted(outcome: Round) -> int:
+    return outcome.drafted
 
 
-def _verify_s(outcome: Round) -> float:
-    return outcome.verify_s
+def _draft_ms(outcome: Round) -> float:
+    return 1e3 * outcome.draft_s
+
+
+def _verify_ms(outcome: Round) -> float:
+    return 1e3 * outcome.verify_s
 
 
 def said(kind: str, skip: int, count: int, seed: int | None = None) -> Iterator[str]:

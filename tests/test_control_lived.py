@@ -94,7 +94,6 @@ def drafted_share(world: World, acceptance: list[float], rounds: int) -> float:
     return sum(world.round(acceptance).drafted > 0 for _ in range(rounds)) / rounds
 
 
-@pytest.mark.thorough
 class SlowToDecide(GoodputLength):
     """Each decision takes a fifth of a plain round, as next to passes of half a millisecond."""
 
