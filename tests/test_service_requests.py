@@ -235,6 +235,24 @@ def test_an_answer_keeps_to_what_was_asked_for(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
+    ("form", "kept"),
+    [
+        ({"choice": ["a.b (c)", "d|e", "größer"]}, r"a\.b \(c\)|d\|e|größer"),
+        ({"regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"grammar": 'root ::= "yes" | "no"'}, "yes|no"),
+        ({"json": {"enum": ["Rome", "Oslo"]}, "disable_any_whitespace": False}, '"Rome"|"Oslo"'),
+        ({"json": '{"enum": [1, 2]}', "structural_tag": None}, "1|2"),
+        ({"json_object": True}, "[{].*"),
+    ],
+    ids=["choice", "regex", "grammar", "schema", "schema as text", "any object"],
+)
+def test_an_answer_keeps_to_what_vllms_clients_ask_for(client: openai.OpenAI, form: dict[str, Any], kept: str) -> None:
+    said = chat(client, extra_body={"structured_outputs": form}).choices[0].message.content
+    assert re.fullmatch(kept, said, re.DOTALL)
+    assert re.fullmatch(kept, ask(client, extra_body={"structured_outputs": form}).choices[0].text, re.DOTALL)
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"extra_body": {"regex": "(a"}}, "regular expression cannot be used"),
@@ -245,6 +263,13 @@ def test_an_answer_keeps_to_what_was_asked_for(client: openai.OpenAI) -> None:
             "cannot be",
         ),
         ({"response_format": {"type": "json_schema"}}, "json_schema is missing"),
+        ({"extra_body": {"structured_outputs": {"regex": "a", "choice": ["a"]}}}, "has regex and choice; give it json"),
+        ({"extra_body": {"structured_outputs": {}}}, "has nothing; give it json"),
+        ({"extra_body": {"structured_outputs": {"choice": []}}}, "has nothing; give it json"),
+        ({"extra_body": {"structured_outputs": {"structural_tag": "x"}}}, "structured_outputs: structural_tag is not"),
+        ({"extra_body": {"structured_outputs": {"json": "{"}}}, "structured_outputs: json is no JSON"),
+        ({"extra_body": {"structured_outputs": {"json": "3"}}}, "structured_outputs: json is no JSON schema"),
+        ({"extra_body": {"structured_outputs": {"regex": "a"}, "regex": "b"}}, "regex and structured_outputs are"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"tool_choice": "required"}, "no tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "there is no tool 'x'"),

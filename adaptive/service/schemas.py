@@ -11,24 +11,23 @@ import json
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, ValidationError
 from pydantic_core import PydanticCustomError
 
 from adaptive.errors import AdaptiveError
 from adaptive.grammar import Grammar, json_schema, notation
 from adaptive.service.errors import problem_of
 from adaptive.service.formats import function_of
+from adaptive.service.loose import LooseModel, Text
+from adaptive.service.required import GrammarText, ResponseFormat, StructuredOutputs
 from adaptive.types import Message, SamplingParams, StopParams
 
 # Maximum number of answers of one request, prompts times n. More would keep other clients waiting.
 MOST_ANSWERS = 16
 
-Text = Annotated[str, StringConstraints(max_length=10_000_000)]
 # -1 means no limit, as in llama.cpp: until the model ends the answer or its context is full.
 MOST_TOKENS = 2**31 - 1
 MaxTokens = Literal[-1] | Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-# A grammar or regular expression. Longer ones would take seconds to compile, and are no real grammars.
-GrammarText = Annotated[str, StringConstraints(max_length=200_000)]
 MOST_OF_A_NAME = 1000
 
 
@@ -64,12 +63,6 @@ AS_EVER: dict[str, Any] = {
 }
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-
-class LooseModel(BaseModel):
-    """Part of a request. Unknown fields in it are ignored."""
-
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
 def _closed(schema: dict[str, Any]) -> None:
@@ -182,33 +175,6 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
         return call
 
 
-class JsonSchema(LooseModel):
-    """A named JSON schema. The answer matches it, whether it is ``strict`` or not."""
-
-    name: str | None = None
-    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
-
-
-class ResponseFormat(LooseModel):
-    """The required format of an answer's text. ``json_object`` may have a schema, as ``schema`` (as in llama.cpp) or
-    as ``value``, which clients of Hugging Face's servers send."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    value: dict[str, Any] | None = None
-
-    def wanted(self) -> dict[str, Any] | None:
-        """The required JSON schema; None for plain text. Raises AdaptiveError if it is missing."""
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return self.schema_ or self.value or {"type": "object"}
-        if self.json_schema is None:
-            raise AdaptiveError("response_format: json_schema is missing, with a name and a schema in it")
-        return self.json_schema.schema_
-
-
 class Common(RequestBody):
     """The fields that chat and text completions share."""
 
@@ -235,6 +201,7 @@ class Common(RequestBody):
     json_schema: dict[str, Any] | None = None
     grammar: GrammarText | None = None
     regex: GrammarText | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def streams(self) -> StreamOptions:
@@ -252,6 +219,8 @@ class Common(RequestBody):
             wanted["grammar"] = notation(self.grammar)
         if self.regex:
             wanted["regex"] = Grammar("regex", self.regex)
+        if self.structured_outputs is not None:
+            wanted["structured_outputs"] = self.structured_outputs.wanted()
         if len(wanted) > 1:
             raise AdaptiveError(f"{' and '.join(wanted)} are given; an answer keeps to one of them")
         return next(iter(wanted.values()), None)

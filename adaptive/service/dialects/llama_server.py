@@ -16,15 +16,15 @@ from adaptive.service.chats import rendered
 from adaptive.service.errors import error_object
 from adaptive.service.figures import figures
 from adaptive.service.jobs import Answer, Failed, Piece
+from adaptive.service.loose import Text
+from adaptive.service.required import GrammarText
 from adaptive.service.schemas import (
     PASSED_OVER,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GrammarText,
     MaxTokens,
     RequestBody,
-    Text,
     TokenId,
     TokenizeRequest,
 )

@@ -18,15 +18,14 @@ from adaptive.service.errors import ANTHROPIC_REFUSALS, DetailedError, error_obj
 from adaptive.service.figures import figures
 from adaptive.service.formats import Call
 from adaptive.service.jobs import Answer, Failed, Piece
+from adaptive.service.loose import LooseModel, Text
 from adaptive.service.partial import Arguments, CallBegins, CallBroken
 from adaptive.service.schemas import (
     MOST_TOKENS,
     PASSED_OVER,
     ChatRequest,
     Effort,
-    LooseModel,
     RequestBody,
-    Text,
     chat_request,
     result_of,
 )

@@ -9,14 +9,13 @@ from pydantic import Field
 from adaptive.errors import AdaptiveError
 from adaptive.service.dialects.response_tools import ResponseTool, as_arguments, model_name, offered
 from adaptive.service.items import KeptItems
+from adaptive.service.loose import LooseModel, Text
 from adaptive.service.schemas import (
     MOST_TOKENS,
     PASSED_OVER,
     ChatRequest,
     Effort,
-    LooseModel,
     RequestBody,
-    Text,
     chat_request,
     result_of,
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adaptive.errors import AdaptiveError
-from adaptive.service.schemas import LooseModel, Text
+from adaptive.service.loose import LooseModel, Text
 
 # The parameter of the function that stands for a custom tool.
 INPUT = "input"
