@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import math
 import mmap
+import os
 import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ from adaptive.engines.hf.engine import TransformersEngine
 from adaptive.engines.streamed.checkpoint import Checkpoint, linear_names, skeleton
 from adaptive.engines.streamed.packed import (
     PROJECTION,
+    WEIGHTS,
     PackedFile,
     Section,
     Stored,
@@ -177,7 +179,8 @@ def _stream(packed: PackedFile, memory: dict[int, mmap.mmap], kept: frozenset[in
     for number, section in enumerate(packed.layers):
         place = () if number in kept else (section.offset, section.bytes, _address(memory[number]))
         sections.append(native.Section(*place))
-    return native.Stream(packed.file, sections, PIECE, READERS, memory)
+    path = os.fsencode(packed.folder.absolute() / WEIGHTS)
+    return native.Stream(packed.file, path, sections, PIECE, READERS, memory)
 
 
 def _read_all(

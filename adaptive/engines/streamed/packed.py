@@ -43,6 +43,7 @@ FORMAT = 2
 SECTION, PART = 4096, 64
 # The number of the vocabulary projection's section, which comes after all layers.
 PROJECTION = -1
+WEIGHTS = "weights.bin"
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def write(
         if free < size:
             raise OSError(errno.ENOSPC, f"{free / 1e9:.2f} GB are free")
         part.mkdir(mode=0o700)
-        with os.fdopen(os.open(part / "weights.bin", os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+        with os.fdopen(os.open(part / WEIGHTS, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
             writing = _Writing(checkpoint, model, int8, file, lambda written: tell(min(1.0, written / size)))
             FAMILIES[type(model).__name__](model, writing)
             writing.end()
@@ -210,10 +211,10 @@ class PackedFile:
                 raise ValueError("manifest.json has changed")
             self.sections = {int(number): _section(given) for number, given in said["sections"].items()}
             size = max(section.offset + section.bytes for section in self.sections.values())
-            there = (folder / "weights.bin").stat().st_size
+            there = (folder / WEIGHTS).stat().st_size
             if there != size:
                 raise ValueError(f"weights.bin has {there} bytes instead of {size}")
-            self.file = _open(folder / "weights.bin")
+            self.file = _open(folder / WEIGHTS)
         except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._damaged(first_line(error)) from error
         except OSError as error:
@@ -266,7 +267,7 @@ class PackedFile:
 
     def _read_through_cache(self) -> None:
         """Let ``file`` be open without direct reads. Other threads may be reading from it."""
-        opened = os.open(self.folder / "weights.bin", os.O_RDONLY | os.O_CLOEXEC)
+        opened = os.open(self.folder / WEIGHTS, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.dup2(opened, self.file, inheritable=False)
         finally:

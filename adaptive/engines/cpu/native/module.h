@@ -390,9 +390,10 @@ void bind(nb::module_& m) {
         new (self) Section{offset, bytes, to<char>(to_)};
       }, arg("offset") = 0, arg("bytes") = 0, arg("to") = 0);
   nb::class_<Stream>(m, "Stream")
-      .def("__init__", [](Stream* self, int file, const std::vector<Section>& sections, int64_t piece, int readers, nb::object) {
-        new (self) Stream{file, sections, piece, readers};
-      }, nb::keep_alive<1, 6>(), arg("file"), arg("sections"), arg("piece"), arg("readers"), arg("memory"));
+      .def("__init__", [](Stream* self, int file, nb::bytes path, const std::vector<Section>& sections, int64_t piece,
+                          int readers, nb::object) {
+        new (self) Stream{file, std::string(path.c_str(), path.size()), sections, piece, readers};
+      }, nb::keep_alive<1, 7>(), arg("file"), arg("path"), arg("sections"), arg("piece"), arg("readers"), arg("memory"));
 
   nb::class_<Embedding>(m, "Embedding")
       .def("__init__", [](Embedding* self, Address weight, int width, bool half, float factor) {

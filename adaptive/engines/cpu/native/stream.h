@@ -52,13 +52,6 @@ struct File {
     struct stat found;
     return fstat(number, &found) ? -1 : int64_t(found.st_size);
   }
-
-  // Where the file was opened; empty if the system does not say that.
-  std::string path() const {
-    char found[4096];
-    const ssize_t size = readlink(("/proc/self/fd/" + std::to_string(number)).c_str(), found, sizeof found);
-    return std::string(found, size_t(std::max<ssize_t>(size, 0)));
-  }
 };
 
 inline std::string contents(const std::string& path) {
@@ -69,10 +62,10 @@ inline std::string contents(const std::string& path) {
 class Stream {
  public:
   // `sections` has one section for each layer, without bytes for a layer that stays in memory. `piece`: bytes of a
-  // request; `readers`: requests in progress at once. The caller still owns `file`, which is duplicated. Its manifest
-  // is in the same folder.
-  Stream(int file, const std::vector<Section>& sections, int64_t piece, int readers)
-      : file_{dup(file)}, path_(file_.path()), folder_(path_.substr(0, path_.rfind('/'))), manifest_(manifest()),
+  // request; `readers`: requests in progress at once. The caller still owns `file`, which is duplicated; it was opened
+  // at `path`, whose folder has the manifest too.
+  Stream(int file, std::string path, const std::vector<Section>& sections, int64_t piece, int readers)
+      : file_{dup(file)}, path_(std::move(path)), folder_(path_.substr(0, path_.rfind('/'))), manifest_(manifest()),
         size_(file_.size()), piece_(piece) {
     for (const Section& section : sections) {
       order_.push_back(section.bytes ? int64_t(streamed_.size()) : -1);
