@@ -37,9 +37,10 @@ def speculative_round(
     target added itself has not been fed to any model yet. Also returns the target's raw logits (drafted + 1, vocab);
     the first accepted + 1 rows belong to the newly committed tokens.
     """
-    began = clock()
+    began = proposed = clock()
     proposal = propose(drafter, verifier, committed, draft_length, advise)
-    proposed = clock()
+    if drafter is not None and draft_length > 0:
+        proposed = clock()
     verdict, logits = verifier.verify(target, committed[target.length :], proposal)
     commit(target, drafter, verifier, committed, proposal, verdict)
     return round_of(proposal, verdict, proposed - began, clock() - proposed), verdict, logits
