@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -62,25 +61,25 @@ class StructuredOutputs(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if value is not None and value is not False:
                 raise AdaptiveError(f"structured_outputs: {name[:64]} is not served; leave it out")
-        forms: dict[str, Callable[[], Grammar]] = {}
+        forms: dict[str, Grammar] = {}
         if self.schema_ is not None:
-            forms["json"] = lambda: json_schema(_schema(self.schema_))
+            forms["json"] = json_schema(_schema(self.schema_))
         if self.json_object:
-            forms["json_object"] = lambda: json_schema({"type": "object"})
+            forms["json_object"] = json_schema({"type": "object"})
         if self.regex is not None:
-            forms["regex"] = lambda: Grammar("regex", self.regex or "")
+            forms["regex"] = Grammar("regex", self.regex)
         if self.choice:
-            forms["choice"] = lambda: Grammar("regex", "|".join(map(re.escape, self.choice or ())))
+            forms["choice"] = Grammar("regex", "|".join(map(re.escape, self.choice)))
         if self.grammar is not None:
-            forms["grammar"] = lambda: notation(self.grammar or "")
+            forms["grammar"] = notation(self.grammar)
         if len(forms) != 1:
             given = " and ".join(forms) or "nothing"
             raise AdaptiveError(f"structured_outputs has {given}; give it json, json_object, regex, choice or grammar")
         (form,) = forms.values()
-        return form()
+        return form
 
 
-def _schema(given: dict[str, Any] | str | None) -> dict[str, Any]:
+def _schema(given: dict[str, Any] | str) -> dict[str, Any]:
     """A JSON schema that may be text. Raises AdaptiveError if the text is not a JSON object."""
     if isinstance(given, str):
         try:
