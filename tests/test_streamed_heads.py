@@ -108,7 +108,7 @@ def test_its_layer_is_int8_and_its_projection_the_targets(tmp_path: Path) -> Non
     given = {"target": str(BUNDLED / "target"), "draft": str(head), "memory": "16MB", "history": "off"}
     pair = load_pair(load_settings(given))
     assert pair.target.weights == "bfloat16"
-    right = alone(pair, PROMPTS, 16)
+    right = alone(pair, PROMPTS, 40)
     for folder in (None, few, None):
         engine_of(pair).apply_adapter(folder)
         drafting, whole = engine_of(pair).cpu_forward, pair.target.cpu_forward  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ def test_its_layer_is_int8_and_its_projection_the_targets(tmp_path: Path) -> Non
         assert (projection.kernel is whole.plan.lm_head.kernel) is (folder is None)
         assert projection.int8 is (folder is not None)
         for policy in (FixedLength(4), FixedLength(12, tree=True)):
-            assert said(Assistant(pair, policy, None), PROMPTS, most=16) == right
+            assert said(Assistant(pair, policy, None), PROMPTS, most=40) == right
         if folder is None:
             assert any(accepted for answer in rounds(pair) for _, accepted in answer)
 

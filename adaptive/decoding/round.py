@@ -39,7 +39,7 @@ def speculative_round(
     """
     began = proposed = clock()
     proposal = propose(drafter, verifier, committed, draft_length, advise)
-    if drafter is not None and draft_length > 0:
+    if drafter is not None and draft_length > 0:  # nothing was asked in a plain round, which saves reading the clock
         proposed = clock()
     verdict, logits = verifier.verify(target, committed[target.length :], proposal)
     commit(target, drafter, verifier, committed, proposal, verdict)

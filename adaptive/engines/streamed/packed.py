@@ -43,6 +43,7 @@ FORMAT = 2
 SECTION, PART = 4096, 64
 # The number of the vocabulary projection's section, which comes after all layers.
 PROJECTION = -1
+# The name of the file that holds all sections.
 WEIGHTS = "weights.bin"
 
 
