@@ -17,6 +17,8 @@ from adaptive.types import Round
 # Lengths to choose from.
 LENGTHS = (0, 2, 4, 8, 16, 32)
 FIRST_TRIES = (8, 16, 4, 8)
+# Lengths from which more tokens may cost more.
+BENDS = (2, 4, 8, 12, 16, 20, 24)
 # Rounds that the common curve counts for at each length. Too low: the estimates follow chance. Too high: they follow a
 # curve that is not theirs.
 COMMON = 30.0
@@ -26,7 +28,7 @@ class LengthByCost(SizeByCost[Stopping]):
     """Drafts chains of the tokens that maximise the expected tokens per second."""
 
     name = "length"
-    sizes, first_tries, common = LENGTHS, FIRST_TRIES, COMMON
+    sizes, bends, first_tries, common = LENGTHS, BENDS, FIRST_TRIES, COMMON
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,6 +22,8 @@ from adaptive.types import Round
 # beside the reading of weights.
 NODES = (0, 4, 8, 16, 32, 64, 128)
 FIRST_TRIES = (16, 64, 16, 32)
+# Numbers of nodes from which more of them may cost more.
+BENDS = (8, 16, 24, 32, 48, 64, 80, 88, 96, 104, 112)
 # Rounds that the common curve counts for at each number of nodes. Too low: the estimates follow chance. Too high: they
 # follow a curve that is not theirs.
 COMMON = 4.0
@@ -36,7 +38,7 @@ class NodesByCost(SizeByCost[TreeAdviser]):
     """Drafts trees of the nodes that maximise the expected tokens per second."""
 
     name, tree = "nodes", True
-    sizes, first_tries, common = NODES, FIRST_TRIES, COMMON
+    sizes, bends, first_tries, common = NODES, BENDS, FIRST_TRIES, COMMON
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,12 +1,11 @@
 """What is common to choosing a number of nodes (``nodes.py``) and a length (``lengths.py``) for targets whose passes
 are slow and hardly slower for more tokens. Both are the size of a draft.
 
-A round of n drafted tokens takes about c0 + c1 * n seconds and commits one token more than are accepted. c0 and c1 are
-learned by least squares over discounted rounds. Nothing is measured before: a few rounds are enough.
+A round of n drafted tokens takes the seconds of a line that bends upwards (``bend.py``) and commits one token more than
+are accepted. Nothing is measured before: a few rounds are enough.
 
 A draft that asks about each token makes those that the target's text contains with a probability of at least their
-seconds times the tokens per second of such rounds: one more token pays if it brings text faster than rounds do. What a
-token takes is known by its place: beside the reading of weights the first ones are nearly free.
+seconds times the tokens per second of such rounds: one more token pays if it brings text faster than rounds do.
 
 For other drafts (a draft server's) the accepted tokens are learned as a running mean at each size, shrunk towards a
 curve that all sizes share. The size with the most expected tokens per second is chosen, among them 0, plain decoding.
@@ -17,21 +16,18 @@ Earlier text that is expected to bring more than the best draft is proposed in i
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
+from adaptive.control.bend import BentLine
 from adaptive.control.policy import Adviser, Lead, LengthPolicy, Scope, SharedLength
 from adaptive.types import Round
 
 # Factor on an observation at each later round. Too low: it forgets the draft's acceptance from one answer to the next.
 # Too high: it is late to notice other text.
 KEEP = 0.97
-# Rounds that the line for all sizes counts for in what a token takes at its place. Too low: that follows chance. Too
-# high: the first tokens seem as dear as the last.
-COMMON_LINE = 4.0
 # Rounds that what was learned of a draft's acceptance counts for when another draft takes its place. Too low: the first
 # rounds are left to chance. Too high: what the other draft can do is noticed late.
 KEPT_AT_SWAP = 4.0
@@ -54,10 +50,12 @@ class SizeByCost(LengthPolicy, Generic[Asking]):
     """Drafts the size that maximises the expected tokens per second. ``Asking`` is what a draft asks about each token.
 
     ``sizes`` are those to choose from, from 0 on; ``first_tries`` those tried one after the other in the first rounds.
-    ``common``: the rounds that the common curve counts for at each size.
+    ``common``: the rounds that the common curve counts for at each size. ``bends``: the numbers of tokens from which
+    more of them may cost more.
     """
 
     sizes: tuple[int, ...]
+    bends: tuple[int, ...]
     first_tries: tuple[int, ...]
     common: float
 
@@ -66,10 +64,7 @@ class SizeByCost(LengthPolicy, Generic[Asking]):
         self.weight = [0.0] * len(self.sizes)
         # Accepted tokens of rounds of about that size, times their weight.
         self.accepted = [0.0] * len(self.sizes)
-        # The seconds of these rounds, and of plain ones.
-        self.took = [Means() for _ in self.sizes]
-        # Weighted sums over rounds of 1, n, n * n, seconds, n * seconds.
-        self.sums = [0.0] * 5
+        self.seconds = BentLine(self.bends)
         self.disturbed = 0  # disturbed rounds in a row
         # The committed tokens of rounds whose draft asked about its tokens.
         self.chosen = Means()
@@ -120,36 +115,21 @@ class SizeByCost(LengthPolicy, Generic[Asking]):
         """The place of the largest size, and ``prepare``'s ``least`` and ``rate``. In the first rounds, for a draft
         that does not ask, or if rounds do not tell what a token takes, that is a size to try, or the best one, and no
         token is left out."""
-        if not self.sums[0] or (answers == 1 and self.rounds < len(self.first_tries)):
+        if not self.seconds or (answers == 1 and self.rounds < len(self.first_tries)):
             return self._first_try(), (), self._best_rate()
-        if not self.chosen.weight or self._seconds(1) <= self._seconds(0):
+        if not self.chosen.weight or self.seconds(self.sizes[-1]) <= self.seconds(0):
             return self._next(), (), self._best_rate()
         due = self.rounds % TRY_EVERY == TRY_EVERY - 1
-        if not due and self.chosen.value / self._seconds(self.chosen.size) < 1.0 / self._seconds(0):
+        if not due and self.chosen.value / self.seconds(self.chosen.size) < 1.0 / self.seconds(0):
             return 0, (), self._best_rate()
-        together = self._seconds(0) + answers * (self._seconds(self.chosen.size) - self._seconds(0))
+        together = self.seconds(0) + answers * (self.seconds(self.chosen.size) - self.seconds(0))
         rate = answers * self.chosen.value / together
         price = rate
         if due:
             price *= OTHER_LEAST if self.rounds // TRY_EVERY % 2 else 1.0 / OTHER_LEAST
-        steps = self._token_seconds()
+        steps = self.seconds.steps(self.sizes[-1])
         least = [price * steps[min(answers * place, len(steps)) - 1] for place in range(1, len(steps) + 1)]
         return len(self.sizes) - 1, least, rate
-
-    def _token_seconds(self) -> list[float]:
-        """What each token adds to the seconds of a round, by its place; none more than the one after it. What the first
-        ones add is not told from plain rounds, in which no draft is made."""
-        common = self._seconds(1) - self._seconds(0)
-        steps = [common]
-        for before, after in itertools.pairwise(self.took[1:]):
-            weight, apart = min(before.weight, after.weight), after.size - before.size
-            own = max(0.0, (after.value - before.value) / apart) if weight and apart > 0.5 else common
-            steps.append((weight * own + COMMON_LINE * common) / (weight + COMMON_LINE))
-        least, found = math.inf, list[float]()
-        for step, (begin, end) in zip(reversed(steps), reversed([*itertools.pairwise(self.sizes)]), strict=True):
-            least = min(least, step)
-            found = [least] * (end - begin) + found
-        return found
 
     def worth_looking(self, behind: bool = False) -> bool:
         """Before every round, since rounds are long; not behind a draft."""
@@ -161,7 +141,7 @@ class SizeByCost(LengthPolicy, Generic[Asking]):
         found, best, accepted = 0, self._best_rate() if length else self._rate(0), 0.0
         for count, each in enumerate(reach[: max(0, limit)], 1):
             accepted += each
-            rate = (1.0 + accepted) / (self._seconds(count) or 1.0)
+            rate = (1.0 + accepted) / (self.seconds(count) or 1.0)
             if accepted > LEAST_REACH and rate > best:
                 found, best = count, rate
         return Lead(found, 0) if found else Lead(0, length)
@@ -186,13 +166,13 @@ class SizeByCost(LengthPolicy, Generic[Asking]):
 
     def _best_rate(self) -> float:
         """Expected tokens per second of the rounds that are chosen; 0 before any round was observed."""
-        if not (self.chosen.weight and self.sums[0]):
+        if not (self.chosen.weight and self.seconds):
             return self._rate(self._best())
-        return max(self.chosen.value / self._seconds(self.chosen.size), self._rate(0))
+        return max(self.chosen.value / self.seconds(self.chosen.size), self._rate(0))
 
     def _rate(self, place: int) -> float:
         """Expected tokens per second at this size; 0 before any round was observed."""
-        seconds = self._seconds(self.sizes[place])
+        seconds = self.seconds(self.sizes[place])
         return (1.0 + self._accepted(place)) / seconds if seconds else 0.0
 
     def _accepted(self, place: int) -> float:
@@ -202,15 +182,6 @@ class SizeByCost(LengthPolicy, Generic[Asking]):
         curve = self.curve(self.sizes[place])
         return (self.accepted[place] + self.common * curve) / (self.weight[place] + self.common)
 
-    def _seconds(self, size: float) -> float:
-        """Seconds of a round, by a line fitted to observed rounds whose slope is at least 0."""
-        count, n, squares, seconds, products = self.sums
-        if not count:
-            return 0.0
-        spread = squares - n * n / count
-        slope = max(0.0, (products - n * seconds / count) / spread) if spread > 1e-9 else 0.0
-        return max(seconds / count + slope * (size - n / count), 1e-9)
-
     def observe(self, outcome: Round) -> None:
         """Learn the seconds and the accepted tokens of a round."""
         self.observe_free(outcome)
@@ -219,15 +190,11 @@ class SizeByCost(LengthPolicy, Generic[Asking]):
     def observe_free(self, outcome: Round) -> None:
         """Learn the seconds of a round."""
         n, seconds = outcome.drafted, outcome.draft_s + outcome.verify_s
-        usual = FAR * self._seconds(n)
+        usual = FAR * self.seconds(n)
         self.disturbed = self.disturbed + 1 if 0.0 < usual < seconds else 0
         if 0 < self.disturbed < PATIENCE:
             seconds = usual
-        for means in self.took:
-            means.fade()
-        self.took[self._place(n)].observe(n, seconds)
-        seen = (1.0, n, n * n, seconds, n * seconds)
-        self.sums = [KEEP * old + new for old, new in zip(self.sums, seen, strict=True)]
+        self.seconds.observe(n, seconds)
 
     def accept(self, outcome: Round, adviser: Asking, greedy: bool) -> None:
         """Learn the accepted tokens of a round of a ``greedy`` or a sampled answer, whose draft asked ``adviser`` if it
