@@ -32,6 +32,9 @@ from adaptive.types import TREE
 # Nodes of one depth that one pass of the draft extends, and the greatest depth that is extended, also where an adviser
 # says of each pass whether it is worth its time. Higher: large trees become likelier, and take longer.
 WIDTH, DEPTH, ADVISED_DEPTH = 16, 16, 32
+# Most tokens after a node that are looked at. Too low: nodes are missed after a node at which the draft is unsure. Too
+# high: ordering them takes as long as a pass of the draft.
+CHILDREN = 32
 
 
 class TreeDrafter(ModelDrafter):
@@ -74,6 +77,8 @@ class TreeDrafter(ModelDrafter):
             self.sequence.extend(unseen, 0)
         room = self.engine.context_length - len(committed)
         for level in range(1, min(self.depth if asks is None else self.advised_depth, room) + 1):
+            if level > tree.deepest:
+                break
             nodes = tree.to_expand(level, self.width)
             if not len(nodes) or (asks is not None and not asks.deeper(float(tree.scores[nodes].exp().sum()))):
                 continue
@@ -95,7 +100,7 @@ class TreeDrafter(ModelDrafter):
         fed, parents = tree.asked(nodes)
         logits = self._adjusted(self.sequence.extend(tree.tokens[fed].tolist(), len(nodes), parents), tree, nodes)
         places = [text + depth for depth in tree.depths[nodes].tolist()]
-        tree.add(nodes, *self._likeliest(logits, places, most), tree.scores[nodes])
+        tree.add(nodes, *self._likeliest(logits, places, min(most, CHILDREN)), tree.scores[nodes])
 
     def _adjusted(self, logits: torch.Tensor, tree: Tree, nodes: torch.Tensor) -> torch.Tensor:
         """The logits (rows, vocab) behind ``nodes``, with the logits processor's changes; those of a grammar are by the
@@ -147,6 +152,7 @@ class Tree:
         self.scores = torch.empty(0)
         self.known = torch.empty(0, dtype=torch.bool)  # whether the draft has computed what follows
         self.best = torch.empty(0, dtype=torch.long)  # nodes, likeliest first
+        self.deepest = 0  # the greatest depth of a node
         # By place among the best nodes: the log-probability of a path below which the proposal ends; of a place behind
         # the last one, the last. Empty: it never ends.
         self.least = torch.empty(0)
@@ -164,6 +170,7 @@ class Tree:
         self.parents = torch.cat([self.parents, own[possible]])
         self.depths = torch.cat([self.depths, depths[possible]])
         self.scores = torch.cat([self.scores, scores[possible]])
+        self.deepest = max(self.deepest, int(depths.max()))
         self.known[parents[parents >= 0]] = True
         self.known = torch.cat([self.known, torch.zeros(len(self.tokens) - first, dtype=torch.bool)])
         found = torch.cat([self.best, torch.arange(first, len(self.tokens))])
@@ -218,6 +225,7 @@ class Tree:
         tree.parents = place[self.parents[kept]]
         tree.depths, tree.scores = self.depths[kept] - self.depths[root], self.scores[kept] - self.scores[root]
         tree.best = tree.scores.sort(descending=True, stable=True).indices[:most]
+        tree.deepest = int(tree.depths.max()) if len(kept) else 0
         return tree
 
     def to_expand(self, level: int, width: int) -> torch.Tensor:
