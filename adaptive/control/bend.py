@@ -1,11 +1,10 @@
 """What a round takes by its number of drafted tokens: a line that bends upwards at one place.
 
-Beside the reading of weights the first tokens of a pass cost next to nothing; from some number on, arithmetic is the
-limit, and each token costs its share of it. That number depends on machine, model and memory. For each of some places a
-line with a bend there is fitted to the rounds, and the result is the mean of these lines, weighted by how well each of
-them explains the rounds (Bayesian model averaging: Hoeting et al. 1999). Single choices, the best line or a mean by
-ranges of the number, are worse: tens of rounds, whose seconds vary by a tenth, hardly tell one bend from the next
-(docs/notes/2026-11-streamed.md).
+Beside the reading of weights the first tokens of a pass cost next to nothing. From some number on, arithmetic is the
+limit, and each token costs its share of it. Where that is depends on machine, model and memory, and rounds vary too
+much to tell one place from the next. So a line is fitted for each of some places, and the result is the mean of these
+lines, weighted by how well each explains the rounds (Bayesian model averaging: Hoeting et al. 1999). Compared in
+docs/notes/2026-11-streamed.md.
 """
 
 from __future__ import annotations
@@ -13,9 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
-
-Values = npt.NDArray[np.float64]
 
 # Factor on a round at each later one. Too low: chance bends the line. Too high: a change of the machine is noticed
 # late.
