@@ -209,23 +209,25 @@ def decoding(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
 
 
 def ahead(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
-    """Run each shape with and without drafting ahead, on the same prompts, in turn."""
+    """Run each shape and the controller with and without drafting ahead, on the same prompts, in turn."""
     prompts = list(said(args.kind, args.skip, args.prompts, args.held_out))
-    shapes = [(n, False) for n in args.chains] + [(n, True) for n in args.trees]
+    ways = (False,) if isinstance(pair.draft, ReadsFeatures) else (False, True)
     for temperature in args.temperatures:
         sampling, seen = SamplingParams(temperature=temperature), dict[tuple[str, bool], list[Decoding]]()
+        policies: dict[tuple[str, bool], LengthPolicy] = {}
+        for on in ways:
+            policies |= {(f"chain of {n}", on): FixedLength(n) for n in args.chains}
+            policies |= {(f"tree of {n}", on): FixedLength(n, tree=True) for n in args.trees}
+            policies["controller", on] = NodesByCost() if makes_trees(pair) else LengthByCost()
         for number, prompt in enumerate(prompts):
-            for length, tree in shapes:
-                for on in (False,) if isinstance(pair.draft, ReadsFeatures) else (False, True):
-                    assistant = Assistant(pair, FixedLength(length, tree), None)
-                    assistant.drafts_ahead = assistant.drafts_ahead and on
-                    assistant.chance = random.Random(number)
-                    for _ in assistant.chat(
-                        [Message("user", prompt)], sampling, StopParams(args.tokens, ignore_eos=True)
-                    ):
-                        pass
-                    assert assistant.last is not None
-                    seen.setdefault((assistant.policy.name, on), []).append(assistant.last)
+            for (name, on), policy in sorted(policies.items()):
+                assistant = Assistant(pair, policy, None)
+                assistant.drafts_ahead = assistant.drafts_ahead and on
+                assistant.chance = random.Random(number)
+                for _ in assistant.chat([Message("user", prompt)], sampling, StopParams(args.tokens, ignore_eos=True)):
+                    pass
+                assert assistant.last is not None
+                seen.setdefault((name, on), []).append(assistant.last)
         print(f"temperature {temperature}, {args.kind}, {len(prompts)} prompts of {args.tokens} tokens:")
         for (name, on), answers in seen.items():
             rounds = [one for answer in answers for one in answer.rounds]
@@ -236,7 +238,7 @@ def ahead(args: argparse.Namespace, pair: Pair, settings: Settings) -> None:
             share = f", {meanwhile / (meanwhile + waited):.3f} of the draft's time beside passes" if on else ""
             speed = f"{tokens / seconds:5.2f} tokens/s, {tokens / len(rounds):5.2f} a pass"
             times = f"a round waits {drafting:6.2f} ms for the draft and takes {passes_ms:6.1f} ms beside"
-            print(f"  {name:<9}{'ahead' if on else '':<6} {speed}; {times}{share}")
+            print(f"  {name:<12}{'ahead' if on else '':<6} {speed}; {times}{share}")
 
 
 def _tokens(answer: Decoding) -> int:
