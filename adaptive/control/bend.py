@@ -13,12 +13,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Factor on a round at each later one. Too low: chance bends the line. Too high: a change of the machine is noticed
-# late.
-KEEP = 0.985
-# Weight of a round that says that tokens cost nothing, and has as many more of them as the last bend. Too low: chance
-# makes the slope of the first rounds. Too high: tokens seem to be free.
-FREE = 0.005
+# Factor on a round at each later one. Too low: chance bends the line. Too high: a machine that has become slower is
+# noticed late.
+KEEP = 0.97
+# Weights of a round that says that tokens cost nothing, and of one that says that they cost no more beyond the bend,
+# with as many more of them as the last bend. Too low: chance makes slopes and bends, and a line bends where no round
+# tells. Too high: tokens seem to be free, or the last ones as cheap as the first.
+FREE, STRAIGHT = 0.0005, 0.005
 # Rounds before one place of the bend is believed more than another.
 ENOUGH = 3.0
 
@@ -29,7 +30,7 @@ class BentLine:
 
     def __init__(self, bends: Sequence[int]) -> None:
         self._bends = np.array(bends, np.float64)
-        self._free = FREE * bends[-1] ** 2
+        self._free, self._straight = FREE * bends[-1] ** 2, STRAIGHT * bends[-1] ** 2
         # Weighted sums over rounds: of 1, n, n * n, seconds, n * seconds and seconds squared; and, for each bend, of
         # the tokens beyond it, their squares, and their products with n and with the seconds.
         self._sums = np.zeros(6)
@@ -64,7 +65,7 @@ class BentLine:
         count, total, squares, seconds, products, square_seconds = self._sums
         sum_beyond, square_beyond, product_beyond, second_beyond = self._beyond
         # Variances and covariances of the tokens, those beyond a bend, and the seconds, times the weight of all rounds.
-        ours, theirs = squares - total**2 / count + self._free, square_beyond - sum_beyond**2 / count + self._free
+        ours, theirs = squares - total**2 / count + self._free, square_beyond - sum_beyond**2 / count + self._straight
         both = product_beyond - sum_beyond * total / count
         first = np.full_like(both, products - total * seconds / count)
         second = second_beyond - sum_beyond * seconds / count
