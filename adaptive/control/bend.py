@@ -79,4 +79,4 @@ class BentLine:
             weights = np.exp((left.min() - left) * count / (2.0 * max(left.min(), 1e-9 * square_seconds)))
         weights /= weights.sum()
         self._token, self._more = float(weights @ slopes[0]), weights * slopes[1]
-        self._plain = max((seconds - self._token * total - float(self._more @ sum_beyond)) / count, 1e-9)
+        self._plain = max(float(seconds - self._token * total - self._more @ sum_beyond) / float(count), 1e-9)
