@@ -36,9 +36,9 @@ WIDTH, DEPTH, ADVISED_DEPTH = 16, 16, 32
 # Most tokens after a node that are looked at. Too low: nodes are missed after a node at which the draft is unsure. Too
 # high: ordering them takes as long as a pass of the draft.
 CHILDREN = 32
-# Factor on log q beside the noise at temperatures below 1. There the errors of a draft are larger, and a token that the
-# noise favours is chosen less often than a likelier one of the same sum. Too low: the noise leads to tokens that the
-# target would not choose. Too high, or at a temperature of 1: what the noise tells is lost.
+# Factor on log q beside the noise at temperatures below 1. With it, trees brought up to 2% more tokens at 0.7, and
+# up to 1.3% fewer at 1.0 (docs/notes/2026-11-streamed.md). Too low: the noise leads to tokens that the target would not
+# choose. Too high: what the noise tells is lost.
 LIKELY = 1.1
 
 
@@ -156,11 +156,15 @@ class Tree:
         self.scores = torch.empty(0)
         self.known = torch.empty(0, dtype=torch.bool)  # whether the draft has computed what follows
         self.best = torch.empty(0, dtype=torch.long)  # nodes, likeliest first
-        self.deepest = 0  # the greatest depth of a node
         # By place among the best nodes: the log-probability of a path below which the proposal ends; of a place behind
         # the last one, the last. Empty: it never ends.
         self.least = torch.empty(0)
         self.number: dict[int, int] = {-1: -1}  # the number in the draft's cache, by node
+
+    @property
+    def deepest(self) -> int:
+        """The greatest depth of a node; 0 if there is none."""
+        return int(self.depths.max()) if len(self.depths) else 0
 
     def add(self, parents: torch.Tensor, scores: torch.Tensor, tokens: torch.Tensor, before: torch.Tensor) -> None:
         """Add the likeliest tokens (rows, k) after each of ``parents`` (rows,), whose paths have the log-probability
@@ -174,7 +178,6 @@ class Tree:
         self.parents = torch.cat([self.parents, own[possible]])
         self.depths = torch.cat([self.depths, depths[possible]])
         self.scores = torch.cat([self.scores, scores[possible]])
-        self.deepest = max(self.deepest, int(depths.max()))
         self.known[parents[parents >= 0]] = True
         self.known = torch.cat([self.known, torch.zeros(len(self.tokens) - first, dtype=torch.bool)])
         found = torch.cat([self.best, torch.arange(first, len(self.tokens))])
@@ -217,7 +220,7 @@ class Tree:
             return None
         inside, root = torch.zeros(len(self.tokens) + 1, dtype=torch.bool), node
         inside[node] = True  # the last place stands for the parent of the first nodes, -1
-        for depth in range(int(self.depths[node]) + 1, int(self.depths.max()) + 1):
+        for depth in range(int(self.depths[node]) + 1, self.deepest + 1):
             here = (self.depths == depth).nonzero()[:, 0]
             inside[here] = inside[self.parents[here]]
         inside[node] = False
@@ -229,7 +232,6 @@ class Tree:
         tree.parents = place[self.parents[kept]]
         tree.depths, tree.scores = self.depths[kept] - self.depths[root], self.scores[kept] - self.scores[root]
         tree.best = tree.scores.sort(descending=True, stable=True).indices[:most]
-        tree.deepest = int(tree.depths.max()) if len(kept) else 0
         return tree
 
     def to_expand(self, level: int, width: int) -> torch.Tensor:
