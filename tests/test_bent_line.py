@@ -13,8 +13,8 @@ from adaptive.control.bend import BentLine
 BENDS = (8, 16, 32, 64, 96)
 
 
-def fitted(token_s: float, more_s: float, bend: int, spread: float = 0.0, seed: int = 0, most: int = 128) -> BentLine:
-    """A line fitted to 200 rounds of up to ``most`` tokens."""
+def fitted(token_s: float, more_s: float, bend: int, spread: float = 0.0, seed: int = 0) -> BentLine:
+    """A line fitted to 200 rounds of up to 128 tokens, at least half of them of no more than ``bend``."""
     chance, line = random.Random(seed), BentLine(BENDS)
     for _ in range(200):
         n = chance.randint(0, chance.choice([bend, 128]))
