@@ -75,6 +75,11 @@ class SamplingParams:
             raise AdaptiveError("top_p is 0; it must be above 0 (1 turns it off)")
 
     @property
+    def cuts(self) -> bool:
+        """Whether some tokens are excluded by their probability."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
     def greedy(self) -> bool:
         """Whether the most probable token is always taken."""
         return self.temperature < LEAST_TEMPERATURE

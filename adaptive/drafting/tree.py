@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from adaptive.control.policy import Advice, Adviser, TreeAdviser
@@ -27,8 +29,12 @@ from adaptive.drafting.model import ModelDrafter
 from adaptive.drafting.proposal import Proposal
 from adaptive.drafting.protocol import Proposing
 from adaptive.noise import noise
-from adaptive.sampling import alone_if_few, transform_logits
+from adaptive.sampling import alone_if_few
+from adaptive.tokens import floats
 from adaptive.types import TREE
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
+LogProbs: TypeAlias = npt.NDArray[np.float32]
 
 # Nodes of one depth that one pass of the draft extends, and the greatest depth that is extended, also where an adviser
 # says of each pass whether it is worth its time. Higher: large trees become likelier, and take longer.
@@ -66,7 +72,7 @@ class TreeDrafter(ModelDrafter):
     def _chosen(tree: Tree, advise: Adviser | None) -> Proposal | None:
         if advise is None:
             return tree.proposal()
-        asked = enumerate(tree.scores[tree.best].exp().tolist(), 1)
+        asked = enumerate(np.exp(tree.scores[tree.best]).tolist(), 1)
         dropped = next((place for place, p in asked if advise(place, p) is Advice.DROP), None)
         return tree.proposal(None if dropped is None else dropped - 1)
 
@@ -77,7 +83,7 @@ class TreeDrafter(ModelDrafter):
         if asks is not None:
             self._sharpness = asks.sharpness
         tree = known or self._rooted(committed, length)
-        tree.least = torch.tensor([] if asks is None else asks.least).log()
+        tree.least = np.log(np.array([] if asks is None else asks.least, np.float32))
         if unseen := self._to_feed(committed):
             self.sequence.extend(unseen, 0)
         room = self.engine.context_length - len(committed)
@@ -85,7 +91,7 @@ class TreeDrafter(ModelDrafter):
             if level > tree.deepest:
                 break
             nodes = tree.to_expand(level, self.width)
-            if not len(nodes) or (asks is not None and not asks.deeper(float(tree.scores[nodes].exp().sum()))):
+            if not len(nodes) or (asks is not None and not asks.deeper(float(np.exp(tree.scores[nodes]).sum()))):
                 continue
             began = time.perf_counter()
             self._ask(tree, nodes, len(committed), length)
@@ -95,19 +101,19 @@ class TreeDrafter(ModelDrafter):
 
     def _rooted(self, committed: list[int], most: int) -> Tree:
         """A tree of at most ``most`` nodes, so far with the first tokens after the text."""
-        tree, root = Tree(most), torch.tensor([-1])
+        tree, root = Tree(most), np.array([-1])
         logits = self._adjusted(self.sequence.extend(self._to_feed(committed), 1), tree, root)
-        tree.add(root, *self._likeliest(logits, [len(committed)], most), torch.zeros(1))
+        tree.add(root, *self._likeliest(logits, [len(committed)], most), np.zeros(1, np.float32))
         return tree
 
-    def _ask(self, tree: Tree, nodes: torch.Tensor, text: int, most: int) -> None:
+    def _ask(self, tree: Tree, nodes: Numbers, text: int, most: int) -> None:
         """Let the draft compute what follows these nodes of a tree behind a text of ``text`` tokens, in one pass."""
         fed, parents = tree.asked(nodes)
         logits = self._adjusted(self.sequence.extend(tree.tokens[fed].tolist(), len(nodes), parents), tree, nodes)
         places = [text + depth for depth in tree.depths[nodes].tolist()]
         tree.add(nodes, *self._likeliest(logits, places, min(most, CHILDREN)), tree.scores[nodes])
 
-    def _adjusted(self, logits: torch.Tensor, tree: Tree, nodes: torch.Tensor) -> torch.Tensor:
+    def _adjusted(self, logits: torch.Tensor, tree: Tree, nodes: Numbers) -> torch.Tensor:
         """The logits (rows, vocab) behind ``nodes``, with the logits processor's changes; those of a grammar are by the
         path to each node."""
         logits = logits[:, : self.target_vocab].float()
@@ -119,18 +125,32 @@ class TreeDrafter(ModelDrafter):
         rows = zip(logits.split(1), paths, strict=True)
         return torch.cat([self.processor.apply(row, path) for row, path in rows])
 
-    def _likeliest(self, logits: torch.Tensor, places: list[int], most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _likeliest(self, logits: torch.Tensor, places: list[int], most: int) -> tuple[LogProbs, Numbers]:
         """For each row of logits, for a token at one of ``places`` in the text, the ``most`` tokens that the target
         will most probably choose: the logarithms of these probabilities (rows, k) and the ids, likeliest first."""
+        most = min(most, logits.shape[1])
+        factor, params = self._sharpness, self.params
         with alone_if_few(logits):
-            if not self.params.greedy:
-                logits = transform_logits(logits, self.params)
-            if self.params.seeded:
-                factor = LIKELY if self.params.temperature < 1.0 else 1.0
-                logits = torch.add(torch.cat([self._noise(place, logits) for place in places]), logits, alpha=factor)
-            scores = (self._sharpness * logits).log_softmax(-1)
-            top = scores.topk(min(most, scores.shape[1]), dim=-1)
-            return top.values.cpu(), top.indices.cpu()
+            if params.cuts:
+                logits = self.transform(logits).log()
+            elif not params.greedy:
+                factor /= params.temperature
+            if params.seeded:
+                factor *= LIKELY if params.temperature < 1.0 else 1.0
+                different = places[:1] if len(set(places)) == 1 else places
+                noises = self._sharpness * torch.cat([self._noise(place, logits) for place in different])
+                logits = torch.add(noises, logits, alpha=factor)
+            else:
+                logits = factor * logits
+            kernels = self.transform.kernels
+            if kernels is None or floats(logits) is None:
+                top = logits.log_softmax(-1).topk(most, dim=-1)
+                return top.values.cpu().numpy(), top.indices.cpu().numpy()
+            rows = len(logits)
+            ids, scores = np.empty((rows, most), np.int32), np.empty((rows, most), np.float32)
+            rest = np.empty(rows, np.float32)
+            kernels.likeliest_of(logits, rows, most, (ids.ctypes.data, scores.ctypes.data, rest.ctypes.data))
+            return scores, ids.astype(np.int64)
 
     @property
     def memory(self) -> int:
@@ -148,51 +168,62 @@ class TreeDrafter(ModelDrafter):
 
 class Tree:
     """The best ``most`` texts found so far, as nodes: a token, its parent (an index over all found nodes), its depth
-    from 1, and the log-probability of its path. Nodes that are no longer among the best keep their index."""
+    from 1, and the log-probability of its path. Nodes that are no longer among the best keep their index.
+
+    Everything is in arrays: a level takes some twenty operations on few numbers, which torch needs longer for."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.tokens = self.parents = self.depths = torch.empty(0, dtype=torch.long)
-        self.scores = torch.empty(0)
-        self.known = torch.empty(0, dtype=torch.bool)  # whether the draft has computed what follows
-        self.best = torch.empty(0, dtype=torch.long)  # nodes, likeliest first
+        self.tokens: Numbers = np.empty(0, np.int64)
+        self.parents, self.depths = self.tokens, self.tokens
+        self.scores: LogProbs = np.empty(0, np.float32)
+        self.known = np.empty(0, np.bool_)  # whether the draft has computed what follows
+        self.best = self.tokens  # nodes, likeliest first
         # By place among the best nodes: the log-probability of a path below which the proposal ends; of a place behind
         # the last one, the last. Empty: it never ends.
-        self.least = torch.empty(0)
+        self.least: LogProbs = np.empty(0, np.float32)
         self.number: dict[int, int] = {-1: -1}  # the number in the draft's cache, by node
 
     @property
     def deepest(self) -> int:
         """The greatest depth of a node; 0 if there is none."""
-        return int(self.depths.max()) if len(self.depths) else 0
+        return int(self.depths.max(initial=0))
 
-    def add(self, parents: torch.Tensor, scores: torch.Tensor, tokens: torch.Tensor, before: torch.Tensor) -> None:
+    def add(self, parents: Numbers, scores: LogProbs, tokens: Numbers, before: LogProbs) -> None:
         """Add the likeliest tokens (rows, k) after each of ``parents`` (rows,), whose paths have the log-probability
         ``before``."""
         first, count = len(self.tokens), tokens.shape[1]
-        own = parents.repeat_interleave(count)
-        depths = torch.ones_like(own) if first == 0 else self.depths[own] + 1
-        scores = (scores + before[:, None]).flatten()
-        possible = scores > -torch.inf
-        self.tokens = torch.cat([self.tokens, tokens.flatten()[possible]])
-        self.parents = torch.cat([self.parents, own[possible]])
-        self.depths = torch.cat([self.depths, depths[possible]])
-        self.scores = torch.cat([self.scores, scores[possible]])
+        depths = self.depths[parents] + 1 if first else np.ones_like(parents)
+        scores = (scores + before[:, None]).ravel()
+        possible = scores > -np.inf
+        own, depths, tokens = parents.repeat(count)[possible], depths.repeat(count)[possible], tokens.ravel()[possible]
         self.known[parents[parents >= 0]] = True
-        self.known = torch.cat([self.known, torch.zeros(len(self.tokens) - first, dtype=torch.bool)])
-        found = torch.cat([self.best, torch.arange(first, len(self.tokens))])
-        ranked = self.scores[found].sort(descending=True, stable=True).indices[: self.most]
-        self.best = found[ranked]
+        least = self._least_best()
+        self.tokens = np.concatenate([self.tokens, tokens])
+        self.parents = np.concatenate([self.parents, own])
+        self.depths = np.concatenate([self.depths, depths])
+        self.scores = np.concatenate([self.scores, scores[possible]])
+        self.known = np.concatenate([self.known, np.zeros(len(tokens), np.bool_)])
+        found = np.concatenate([self.best, first + (self.scores[first:] > least).nonzero()[0]])
+        self.best = found[self._ranked(found)]
+
+    def _least_best(self) -> float:
+        """What the log-probability of another node must exceed for it to be one of the best."""
+        return float(self.scores[self.best[-1]]) if len(self.best) == self.most else -math.inf
+
+    def _ranked(self, nodes: Numbers) -> Numbers:
+        """The places in ``nodes`` of the best ones, likeliest first and of equal ones the first."""
+        return (-self.scores[nodes]).argsort(kind="stable")[: self.most]
 
     def widen(self, most: int) -> None:
         """Increase the number of best nodes to ``most``, from all that were found."""
         if self.most < most:
             self.most = most
-            self.best = self.scores.sort(descending=True, stable=True).indices[:most]
+            self.best = self._ranked(np.arange(len(self.tokens)))
 
-    def unasked(self, deepest: int, width: int) -> torch.Tensor:
+    def unasked(self, deepest: int, width: int) -> Numbers:
         """The likeliest best nodes that the draft has not extended, up to a depth, in order of index."""
-        return self.best[~self.known[self.best] & (self.depths[self.best] <= deepest)][:width].sort().values
+        return np.sort(self.best[~self.known[self.best] & (self.depths[self.best] <= deepest)][:width])
 
     def text(self, node: int) -> list[int]:
         """The tokens from the first node to ``node``; none for -1."""
@@ -206,7 +237,7 @@ class Tree:
         """The nodes along these tokens, as far as they exist."""
         found, at = list[int](), -1
         for token in tokens:
-            nodes = ((self.parents == at) & (self.tokens == token)).nonzero()
+            nodes = ((self.parents == at) & (self.tokens == token)).nonzero()[0]
             if not len(nodes):
                 break
             at = int(nodes[0])
@@ -218,40 +249,39 @@ class Tree:
         extended."""
         if not self.known[node]:
             return None
-        inside, root = torch.zeros(len(self.tokens) + 1, dtype=torch.bool), node
+        inside = np.zeros(len(self.tokens) + 1, np.bool_)
         inside[node] = True  # the last place stands for the parent of the first nodes, -1
         for depth in range(int(self.depths[node]) + 1, self.deepest + 1):
-            here = (self.depths == depth).nonzero()[:, 0]
+            here = (self.depths == depth).nonzero()[0]
             inside[here] = inside[self.parents[here]]
         inside[node] = False
-        kept = inside[:-1].nonzero()[:, 0]
-        place = torch.full((len(self.tokens),), -1)
-        place[kept] = torch.arange(len(kept))
+        kept = inside[:-1].nonzero()[0]
+        place = np.full(len(self.tokens), -1)
+        place[kept] = np.arange(len(kept))
         tree = Tree(most)
         tree.tokens, tree.known = self.tokens[kept], self.known[kept]
         tree.parents = place[self.parents[kept]]
-        tree.depths, tree.scores = self.depths[kept] - self.depths[root], self.scores[kept] - self.scores[root]
-        tree.best = tree.scores.sort(descending=True, stable=True).indices[:most]
+        tree.depths, tree.scores = self.depths[kept] - self.depths[node], self.scores[kept] - self.scores[node]
+        tree.best = tree._ranked(np.arange(len(kept)))
         return tree
 
-    def to_expand(self, level: int, width: int) -> torch.Tensor:
+    def to_expand(self, level: int, width: int) -> Numbers:
         """The likeliest best nodes of a depth that may have children in the proposal, in order of index. Where it ends
         now, it will not go on: the nodes behind that place can only come to later ones."""
-        least = float(self.scores[self.best[-1]]) if len(self.best) == self.most else -math.inf
         best = self.best[: self._ends()]
-        here = (self.depths[best] == level) & (self.scores[best] > least) & ~self.known[best]
-        return best[here][:width].sort().values
+        here = (self.depths[best] == level) & (self.scores[best] > self._least_best()) & ~self.known[best]
+        return np.sort(best[here][:width])
 
     def _ends(self) -> int:
         """The number of best nodes before the first one that is too unlikely for its place."""
         count = len(self.best)
         if not len(self.least):
             return count
-        least = self.least[torch.arange(count).clamp(max=len(self.least) - 1)]
-        unlikely = (self.scores[self.best] < least).nonzero()
+        least = self.least[np.minimum(np.arange(count), len(self.least) - 1)]
+        unlikely = (self.scores[self.best] < least).nonzero()[0]
         return int(unlikely[0]) if len(unlikely) else count
 
-    def asked(self, nodes: torch.Tensor) -> tuple[list[int], list[int]]:
+    def asked(self, nodes: Numbers) -> tuple[list[int], list[int]]:
         """The nodes to feed so that the cache holds these ``nodes``, which come last and in order, and the numbers of
         their parents in the cache. The fed nodes get their numbers here."""
         missing = set[int]()
@@ -270,9 +300,9 @@ class Tree:
     def proposal(self, count: int | None = None) -> Proposal | None:
         """The best nodes, at most ``count``, parents first: a parent is at least as likely as its child and was found
         before it."""
-        kept = self.best[:count].sort().values.tolist()
-        if not kept:
+        kept = np.sort(self.best[:count])
+        if not len(kept):
             return None
-        place = {-1: -1, **{node: index for index, node in enumerate(kept)}}
+        place = {-1: -1, **{node: index for index, node in enumerate(kept.tolist())}}
         parents = [place[parent] for parent in self.parents[kept].tolist()]
         return Proposal(TREE, self.tokens[kept].tolist(), None, parents)
