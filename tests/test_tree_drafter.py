@@ -20,6 +20,7 @@ from adaptive.decoding.round import speculative_round
 from adaptive.decoding.verifier import Verifier
 from adaptive.drafting.tree import TreeDrafter
 from adaptive.engines.hf.engine import TransformersEngine
+from adaptive.engines.protocol import Engine
 from adaptive.engines.tree import TokenTree
 from adaptive.errors import AdaptiveError
 from adaptive.grammar import Grammar
@@ -36,7 +37,7 @@ GREEDY = SamplingParams(temperature=0.0)
 ROUNDS = 600
 
 
-def drafter_of(engine: TransformersEngine, params: SamplingParams, vocab: int = VOCAB, **limits: int) -> TreeDrafter:
+def drafter_of(engine: Engine, params: SamplingParams, vocab: int = VOCAB, **limits: int) -> TreeDrafter:
     processor = LogitsProcessor(params, vocab, torch.device("cpu"))
     drafter = TreeDrafter(engine.sequence(), engine, vocab, params, processor, torch.Generator())
     for name, limit in limits.items():
@@ -261,6 +262,35 @@ def test_a_tree_may_have_more_nodes_than_the_answer_has_tokens(pair: Pair, promp
     assert len(tokens) == 4
     assert all(outcome.accepted <= 2 for outcome in assistant.last.rounds)  # and one by the target, one by the prompt
     assert tokens == said(pair, FixedLength(0), prompts[:1], GREEDY, 4)[0]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        SamplingParams(temperature=0.7),
+        SamplingParams(temperature=0.7, seed=3),
+        SamplingParams(temperature=1.0, seed=4, top_p=0.8),
+        SamplingParams(temperature=0.7, seed=5, top_k=20, min_p=0.05),
+    ],
+    ids=str,
+)
+def test_kernels_and_tensors_find_the_same_tree(pair: Pair, params: SamplingParams) -> None:
+    """Where there are no kernels for the logits, as on a device, torch finds the likeliest tokens."""
+    assert pair.draft is not None
+    text, found = encode_chat(pair, [Message("user", "What is 7 times 12?")]), []
+    for with_kernels in (True, False):
+        drafter = drafter_of(pair.draft, params, pair.target.vocab_size)
+        if not with_kernels:
+            drafter.transform.kernels = None
+        elif drafter.transform.kernels is None:
+            pytest.skip("there are no kernels for this processor")
+        found.append(drafter.propose(text, 64))
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[0].tokens == found[1].tokens
+    assert found[0].parents == found[1].parents
+    assert len(found[0].tokens) > 8
 
 
 def test_the_first_guess_is_the_choice_of_the_noise(models: tuple[TransformersEngine, TransformersEngine]) -> None:  # noqa: F811
