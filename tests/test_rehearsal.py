@@ -19,11 +19,24 @@ from trainers import lora
 from trainers.dataset import Example, Stopped
 from trainers.fit import Progress, fit
 from trainers.recipe import Recipe
-from trainers.rehearsal import ANSWER, MARK, QUESTION, SHORTEST, TEXTS, Frame, Rehearsal, draw, rehearsal_of, sample
+from trainers.rehearsal import (
+    ANSWER,
+    LEAST,
+    MARK,
+    MOST,
+    QUESTION,
+    SHORTEST,
+    Frame,
+    Rehearsal,
+    draw,
+    rehearsal_of,
+    sample,
+)
 from trainers.replay import acceptance_rate, replay
 from trainers.run import distill
 
 COUNT = 24
+RECORDS = 130
 
 
 def never() -> bool:
@@ -133,16 +146,16 @@ def test_texts_are_written_once_for_each_draft(tmp_path: Path) -> None:
     said: list[tuple[int, int]] = []
     own = rehearsal_of(tokenizer(), tmp_path / "own.safetensors", "0123")
     assert own is not None
-    made = own.texts(small_draft(), never, lambda written, texts: said.append((written, texts)))
-    assert [one.id for one in made] == [-1 - number for number in range(TEXTS)]
-    assert said[0] == (0, TEXTS)
+    made = own.texts(small_draft(), RECORDS, never, lambda written, texts: said.append((written, texts)))
+    assert [one.id for one in made] == [-1 - number for number in range(RECORDS)]
+    assert said[0] == (0, RECORDS)
     assert said == sorted(said)
     assert (tmp_path / "own.safetensors").stat().st_mode & 0o777 == 0o600
 
     def fail(*given: object) -> bool:
         raise AssertionError("they are sampled again")
 
-    again = own.texts(small_draft(), fail, fail)
+    again = own.texts(small_draft(), RECORDS, fail, fail)
     for one, other in zip(made, again, strict=True):
         assert vars(one).keys() == vars(other).keys()
         assert (one.id, one.limited, one.sampling) == (other.id, other.limited, other.sampling)
@@ -153,21 +166,21 @@ def test_texts_are_written_once_for_each_draft(tmp_path: Path) -> None:
         for name in ("ids", "logprobs", "rest", "chosen"):
             np.testing.assert_array_equal(getattr(one.supervision, name), getattr(other.supervision, name))
     with pytest.raises(AssertionError, match="sampled again"):
-        replace(own, weights="another draft").texts(small_draft(), fail, fail)
+        replace(own, weights="another draft").texts(small_draft(), RECORDS, fail, fail)
     own.file.write_bytes(own.file.read_bytes()[:-100])
     with pytest.raises(AssertionError, match="sampled again"):
-        own.texts(small_draft(), fail, fail)
+        own.texts(small_draft(), RECORDS, fail, fail)
 
 
 @pytest.mark.thorough
 def test_a_run_that_is_stopped_again_and_again_comes_to_the_same_texts(tmp_path: Path) -> None:
-    whole = Rehearsal(frame(), tmp_path / "whole.safetensors", "0123").texts(small_draft(), never, quiet)
+    whole = Rehearsal(frame(), tmp_path / "whole.safetensors", "0123").texts(small_draft(), RECORDS, never, quiet)
     own, began, stops = Rehearsal(frame(), tmp_path / "own.safetensors", "0123"), list[int](), 0
     made: list[Example] = []
     while not made:
         latest: list[int] = []
         try:
-            made = own.texts(small_draft(), partial(more_than_one, latest), partial(note, latest))
+            made = own.texts(small_draft(), RECORDS, partial(more_than_one, latest), partial(note, latest))
         except Stopped:
             stops += 1
         began += latest
@@ -189,7 +202,16 @@ def more_than_one(found: list[int]) -> bool:
 @pytest.mark.thorough
 def test_texts_that_cannot_be_kept_are_used_all_the_same(tmp_path: Path) -> None:
     own = Rehearsal(frame(), tmp_path / "nowhere" / "own.safetensors", "0123")
-    assert len(own.texts(small_draft(), never, quiet)) == TEXTS
+    assert len(own.texts(small_draft(), RECORDS, never, quiet)) == RECORDS
+
+
+@pytest.mark.thorough
+def test_there_are_as_many_texts_as_records_and_a_larger_run_adds_to_them(tmp_path: Path) -> None:
+    own, draft = Rehearsal(frame(), tmp_path / "own.safetensors", "0123"), small_draft()
+    counts = [len(own.texts(draft, records, never, quiet)) for records in (1, 50, 10_000, 50)]
+    assert counts == [LEAST, 50, MOST, 50]
+    few, many = (own.texts(draft, records, never, quiet) for records in (50, 90))
+    assert [one.output.tolist() for one in few] == [one.output.tolist() for one in many[:50]]
 
 
 def test_writing_stops_when_asked() -> None:
@@ -205,7 +227,7 @@ def test_writing_stops_when_asked() -> None:
 
 
 def test_a_run_that_is_stopped_while_the_draft_writes_leaves_no_adapter(tmp_path: Path) -> None:
-    log = write_log(tmp_path / "records.db", speak(target(), 60, SamplingParams(temperature=0.7)))
+    log = write_log(tmp_path / "records.db", speak(target(), 120, SamplingParams(temperature=0.7)))
     own = Rehearsal(frame(), tmp_path / "own.safetensors", "0123")
     told: list[Progress] = []
     store = AdapterStore(tmp_path / "adapters")
@@ -254,9 +276,9 @@ def test_a_recipe_refuses_fewer_than_no_texts() -> None:
 def test_texts_are_kept_for_another_day(tmp_path: Path) -> None:
     """Some chat templates write today's date before the question."""
     draft, here = small_draft(), Rehearsal(frame(), tmp_path / "texts", "these")
-    first = here.texts(draft, never, quiet)
+    first = here.texts(draft, RECORDS, never, quiet)
     written: list[int] = []
     tomorrow = replace(here, frame=replace(here.frame, before=(*here.frame.before, 5)))
-    again = tomorrow.texts(draft, never, lambda count, all_: written.append(count))
+    again = tomorrow.texts(draft, RECORDS, never, lambda count, all_: written.append(count))
     assert not written
     assert [text.output.tolist() for text in again] == [text.output.tolist() for text in first]

@@ -34,8 +34,9 @@ from trainers.tensors import replace_tensors
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Texts. Too few: the adapter learns these by heart. Too many: sampling them takes long.
-TEXTS = 256
+# Texts of a run: as many as it has records to learn from, within these bounds. Too few: the adapter learns these by
+# heart. Too many: sampling them takes longer than it brings, and the first adapter comes later.
+LEAST, MOST = 32, 256
 # Most tokens of a made-up question, and of its answer. Too few: no long text is kept. Too many: sampling and training
 # take long.
 QUESTION, ANSWER = 64, 96
@@ -87,25 +88,26 @@ class Rehearsal:
     weights: str
 
     def texts(
-        self, draft: PreTrainedModel, should_stop: Callable[[], bool], tell: Callable[[int, int], None]
+        self, draft: PreTrainedModel, records: int, should_stop: Callable[[], bool], tell: Callable[[int, int], None]
     ) -> list[Example]:
-        """The texts of the plain ``draft``, from the file, or sampled now and kept group by group, so that the next run
-        goes on with what a stopped one has left. ``tell`` gets the number of texts that are written, and of all. Raises
-        Stopped between two passes."""
+        """The texts of the plain ``draft`` for a run that learns from so many ``records``: from the file, or sampled
+        now and kept group by group, so that the next run goes on with what is there. ``tell`` gets the number of texts
+        that are written, and of all. Raises Stopped between two passes."""
+        wanted = min(max(records, LEAST), MOST)
         # Without what comes before a question: some templates write today's date there.
         key = f"{VERSION} {self.weights} {self.frame.after} {sorted(self.frame.ends)}"
         found = _load(self.file, key)
-        while len(found) < TEXTS:
-            tell(len(found), TEXTS)
+        while len(found) < wanted:
+            tell(len(found), wanted)
             # The number of texts is the seed: the same texts in all processes, and however often it was stopped.
             group = sample(draft, self.frame, should_stop, seed=len(found))
             if not group:
                 break
             numbered = (replace(text, id=-1 - len(found) - place) for place, text in enumerate(group))
-            found = [*found, *numbered][:TEXTS]
+            found = [*found, *numbered]
             if processes.first():
                 _save(self.file, key, found)
-        return found
+        return found[:wanted]
 
 
 def rehearsal_of(tokenizer: PreTrainedTokenizerBase, file: Path, weights: str) -> Rehearsal | None:

@@ -149,8 +149,8 @@ def distill(
             kept.mark()
         replays = KeptReplays(kept if processes.count() == 1 else None)
         run = _Run(students, store, base, in_use, sets, replays, should_stop)
-        own = processes.in_all(partial(_own, students, rehearsal, recipe, on_progress, should_stop), Stopped)
-        attempts, stopped = run.attempts(recipes, own, kept, on_progress, clock)
+        own = partial(_own, students, rehearsal, recipe, len(sets.train), on_progress, should_stop)
+        attempts, stopped = run.attempts(recipes, processes.in_all(own, Stopped), kept, on_progress, clock)
     except Stopped:
         attempts, stopped = [], True
     manifest, verdict = None, None
@@ -211,10 +211,11 @@ def _own(
     students: Students,
     rehearsal: Rehearsal | None,
     recipe: Recipe,
+    records: int,
     on_progress: Callable[[Progress], None] | None,
     should_stop: Callable[[], bool] | None,
 ) -> list[Example]:
-    """The draft's own text for this run, none for a head. Raises Stopped."""
+    """The draft's own text for a run that learns from so many ``records``, none for a head. Raises Stopped."""
     if rehearsal is None or not recipe.rehearsed or not isinstance(students, DraftStudents):
         return []
     if isinstance(students.draft, ForeignHead):
@@ -224,7 +225,7 @@ def _own(
         if on_progress is not None:
             on_progress(Progress(written, texts, math.nan, math.nan, math.inf, "texts to keep"))
 
-    return rehearsal.texts(students.draft, should_stop or (lambda: False), tell)
+    return rehearsal.texts(students.draft, records, should_stop or (lambda: False), tell)
 
 
 @dataclass(frozen=True)
