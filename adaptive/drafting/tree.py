@@ -33,7 +33,7 @@ from adaptive.sampling import alone_if_few
 from adaptive.tokens import floats
 from adaptive.types import TREE
 
-Numbers: TypeAlias = npt.NDArray[np.int64]
+Ints: TypeAlias = npt.NDArray[np.int64]
 LogProbs: TypeAlias = npt.NDArray[np.float32]
 
 # Nodes of one depth that one pass of the draft extends, and the greatest depth that is extended, also where an adviser
@@ -106,14 +106,14 @@ class TreeDrafter(ModelDrafter):
         tree.add(root, *self._likeliest(logits, [len(committed)], most), np.zeros(1, np.float32))
         return tree
 
-    def _ask(self, tree: Tree, nodes: Numbers, text: int, most: int) -> None:
+    def _ask(self, tree: Tree, nodes: Ints, text: int, most: int) -> None:
         """Let the draft compute what follows these nodes of a tree behind a text of ``text`` tokens, in one pass."""
         fed, parents = tree.asked(nodes)
         logits = self._adjusted(self.sequence.extend(tree.tokens[fed].tolist(), len(nodes), parents), tree, nodes)
         places = [text + depth for depth in tree.depths[nodes].tolist()]
         tree.add(nodes, *self._likeliest(logits, places, min(most, CHILDREN)), tree.scores[nodes])
 
-    def _adjusted(self, logits: torch.Tensor, tree: Tree, nodes: Numbers) -> torch.Tensor:
+    def _adjusted(self, logits: torch.Tensor, tree: Tree, nodes: Ints) -> torch.Tensor:
         """The logits (rows, vocab) behind ``nodes``, with the logits processor's changes; those of a grammar are by the
         path to each node."""
         logits = logits[:, : self.target_vocab].float()
@@ -125,7 +125,7 @@ class TreeDrafter(ModelDrafter):
         rows = zip(logits.split(1), paths, strict=True)
         return torch.cat([self.processor.apply(row, path) for row, path in rows])
 
-    def _likeliest(self, logits: torch.Tensor, places: list[int], most: int) -> tuple[LogProbs, Numbers]:
+    def _likeliest(self, logits: torch.Tensor, places: list[int], most: int) -> tuple[LogProbs, Ints]:
         """For each row of logits, for a token at one of ``places`` in the text, the ``most`` tokens that the target
         will most probably choose: the logarithms of these probabilities (rows, k) and the ids, likeliest first."""
         most = min(most, logits.shape[1])
@@ -174,7 +174,7 @@ class Tree:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.tokens: Numbers = np.empty(0, np.int64)
+        self.tokens: Ints = np.empty(0, np.int64)
         self.parents, self.depths = self.tokens, self.tokens
         self.scores: LogProbs = np.empty(0, np.float32)
         self.known = np.empty(0, np.bool_)  # whether the draft has computed what follows
@@ -189,7 +189,7 @@ class Tree:
         """The greatest depth of a node; 0 if there is none."""
         return int(self.depths.max(initial=0))
 
-    def add(self, parents: Numbers, scores: LogProbs, tokens: Numbers, before: LogProbs) -> None:
+    def add(self, parents: Ints, scores: LogProbs, tokens: Ints, before: LogProbs) -> None:
         """Add the likeliest tokens (rows, k) after each of ``parents`` (rows,), whose paths have the log-probability
         ``before``."""
         first, count = len(self.tokens), tokens.shape[1]
@@ -211,7 +211,7 @@ class Tree:
         """What the log-probability of another node must exceed for it to be one of the best."""
         return float(self.scores[self.best[-1]]) if len(self.best) == self.most else -math.inf
 
-    def _ranked(self, nodes: Numbers) -> Numbers:
+    def _ranked(self, nodes: Ints) -> Ints:
         """The places in ``nodes`` of the best ones, likeliest first and of equal ones the first."""
         return (-self.scores[nodes]).argsort(kind="stable")[: self.most]
 
@@ -221,7 +221,7 @@ class Tree:
             self.most = most
             self.best = self._ranked(np.arange(len(self.tokens)))
 
-    def unasked(self, deepest: int, width: int) -> Numbers:
+    def unasked(self, deepest: int, width: int) -> Ints:
         """The likeliest best nodes that the draft has not extended, up to a depth, in order of index."""
         return np.sort(self.best[~self.known[self.best] & (self.depths[self.best] <= deepest)][:width])
 
@@ -265,7 +265,7 @@ class Tree:
         tree.best = tree._ranked(np.arange(len(kept)))
         return tree
 
-    def to_expand(self, level: int, width: int) -> Numbers:
+    def to_expand(self, level: int, width: int) -> Ints:
         """The likeliest best nodes of a depth that may have children in the proposal, in order of index. Where it ends
         now, it will not go on: the nodes behind that place can only come to later ones."""
         best = self.best[: self._ends()]
@@ -281,7 +281,7 @@ class Tree:
         unlikely = (self.scores[self.best] < least).nonzero()[0]
         return int(unlikely[0]) if len(unlikely) else count
 
-    def asked(self, nodes: Numbers) -> tuple[list[int], list[int]]:
+    def asked(self, nodes: Ints) -> tuple[list[int], list[int]]:
         """The nodes to feed so that the cache holds these ``nodes``, which come last and in order, and the numbers of
         their parents in the cache. The fed nodes get their numbers here."""
         missing = set[int]()
